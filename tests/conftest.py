@@ -1,0 +1,25 @@
+"""Fixtures of the whole suite."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
+
+from support.ranks import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """The rank processes of this session."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(rank_pool: RankPool) -> RankPool:
+    """``ranks.run(4, function, *args)``: the results of a function on four real Gloo ranks."""
+    return rank_pool
