@@ -1,6 +1,6 @@
 """One net, one data order, one number of steps, three ways to keep four workers together.
 
-    torchrun --standalone --nproc-per-node 4 examples/post_local_sgd_digits.py        (or: make train)
+    torchrun --standalone --nproc-per-node 4 examples/post_local_sgd_digits.py    # make train
 
 Each worker holds its own quarter of scikit-learn's digits. The ways are
 
@@ -8,7 +8,8 @@ Each worker holds its own quarter of scikit-learn's digits. The ways are
     post-local     gradients during a warm-up, then parameters every PERIOD steps
     hierarchical   the same, but neighbours meet every PERIOD steps and everyone every 4 * PERIOD
 
-and what they are compared by is the accuracy they reach on held-out digits and the bytes they send for it.
+and what they are compared by is the accuracy they reach on held-out digits and the bytes they send
+for it.
 """
 
 import time
@@ -38,7 +39,7 @@ torch.set_num_threads(1)  # four workers share this machine's cores
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
-# ---- data: a fifth is held out, of the rest each worker gets its own shard ----------------------
+# ---- data: a fifth is held out, of the rest each worker gets its own shard ----
 images, labels = load_digits(return_X_y=True)
 shuffled = np.random.default_rng(SEED).permutation(len(images))
 held_out, mine = shuffled[: len(images) // 5], shuffled[len(images) // 5 :][rank::world]
@@ -62,7 +63,7 @@ def build():
     )  # fmt: skip
 
 
-# ---- the three ways: a model and an optimizer each, and the periods at which groups of a size meet ----
+# ---- the three ways: a model, an optimizer, and how many workers met in each round ----
 def local_after_warmup(averager):
     """Averages gradients for WARMUP steps, then lets `averager` average parameters instead."""
     model = DistributedDataParallel(build())
@@ -98,7 +99,7 @@ def hierarchical():
 
 
 def bytes_sent(model, rounds):
-    """Bytes that one worker sends, computed: an all-reduce of B bytes among n sends 2(n-1)/n * B."""
+    """Bytes that one worker sends, computed: all-reducing B bytes among n costs 2(n-1)/n * B."""
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     gradient_steps = STEPS if rounds is None else WARMUP
     members = [world] * gradient_steps + (rounds or [])
