@@ -1,0 +1,185 @@
+"""What the members of a round must agree on: a header before data moves, a vote before anything changes.
+
+*The header* is a few bytes that every member sends to every other at the start of a round. Each sees all of them, so a
+difference is found by all alike, before the first value is sent; then, and only then, they exchange descriptions and
+every rank raises the same error.
+
+*The vote* goes through the store, not through a collective, because a collective can succeed on one rank and fail on
+another: each member marks that its data is in, the one that completes the count writes "commit", whoever gives up writes
+"abort", and all obey what was written first.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cadenza.errors import DisagreementError, TransportError
+
+__all__ = ["HEADER_BYTES", "Header", "Stance", "Vote", "disagreement"]
+
+HEADER_BYTES = 64
+_LAYOUT = struct.Struct("<4sHxxq16s32x")
+_MAGIC = b"CDZ1"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a member is about to do: at which step, with what, and whether it can.
+
+    >>> header = Header(step=7, digest=bytes(16), able=True)
+    >>> Header.unpack(header.pack()) == header
+    True
+    """
+
+    step: int
+    digest: bytes
+    able: bool
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(_MAGIC, self.able, self.step, self.digest)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        magic, able, step, digest = _LAYOUT.unpack(data)
+        if magic != _MAGIC:
+            raise DisagreementError(
+                "A member of this group sent something that is no Cadenza header: is every rank running the same "
+                "version of Cadenza, and is every rank averaging at this point of the program?"
+            )
+        return cls(step, digest, bool(able))
+
+
+@dataclass(frozen=True)
+class Stance:
+    """A member's side of a disagreement, told in words: sent only once the headers have shown that there is one."""
+
+    step: int
+    problem: str | None
+    lines: Sequence[str]
+
+    def pack(self) -> bytes:
+        return json.dumps([self.step, self.problem, list(self.lines)]).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Stance:
+        step, problem, lines = json.loads(data)
+        return cls(step, problem, lines)
+
+    def line(self, position: int) -> str:
+        """Return what stands at a position."""
+        return self.lines[position] if position < len(self.lines) else f"nothing at position {position}"
+
+
+def disagreement(stances: Mapping[int, Stance]) -> str:
+    """Tell, in the same words on every rank, which ranks differ from which and in what.
+
+    >>> ours, theirs = Stance(4, None, ["parameter 0: (2,)"]), Stance(4, None, ["parameter 0: (3,)"])
+    >>> print(disagreement({0: ours, 1: theirs}))
+    The ranks disagree on what to average. parameter 0: (2,) on rank 0; parameter 0: (3,) on rank 1. \
+Pass the same parameters, in the same order, on every rank.
+    """
+    if any(stance.problem for stance in stances.values()):
+        sides = _sides({rank: stance.problem or "" for rank, stance in stances.items()})
+        told = " ".join(f"On {who}: {problem}" for problem, who in sides.items() if problem)
+        return f"These parameters cannot be averaged. {told}"
+    steps = _sides({rank: f"step {stance.step}" for rank, stance in stances.items()})
+    if len(steps) > 1:
+        return (
+            f"The ranks average at different steps: {_told(steps)}. Call the averager once per step on every rank, "
+            "and restore its step together with the model."
+        )
+    positions = max(len(stance.lines) for stance in stances.values())
+    table = [{rank: stance.line(position) for rank, stance in stances.items()} for position in range(positions)]
+    differing = [row for row in table if len(set(row.values())) > 1]
+    if not differing:
+        return (
+            "The ranks disagree on how the parameters lie in memory: the same ones must share memory (be tied) on "
+            "every rank, and have the same strides."
+        )
+    more = f" {len(differing)} parameters differ in all." if len(differing) > 1 else ""
+    return (
+        f"The ranks disagree on what to average. {_told(_sides(differing[0]))}.{more} "
+        "Pass the same parameters, in the same order, on every rank" + _hint(differing[0]) + "."
+    )
+
+
+def _hint(row: Mapping[int, str]) -> str:
+    if any(line.endswith("has no gradient") for line in row.values()):
+        return ", and average before zero_grad(); a parameter without a gradient does not take part"
+    return ""
+
+
+def _sides(views: Mapping[int, str]) -> dict[str, str]:
+    """Group ranks by what they hold: {what: "rank 0" or "ranks 1, 3"}, in rank order."""
+    holders: dict[str, list[int]] = {}
+    for rank, view in views.items():
+        holders.setdefault(view, []).append(rank)
+    return {
+        view: ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks)) for view, ranks in holders.items()
+    }
+
+
+def _told(sides: dict[str, str]) -> str:
+    return "; ".join(f"{view} on {who}" for view, who in sides.items())
+
+
+class Vote:
+    """One decision, commit or abort, that all members of a round reach alike through the store.
+
+    >>> store = dist.HashStore()
+    >>> Vote(store, "round/0", members=1, timeout_s=1.0).ready()
+    True
+    >>> Vote(store, "round/1", members=2, timeout_s=0.01).ready()  # the other member never comes
+    False
+    """
+
+    def __init__(self, store: dist.Store, key: str, *, members: int, timeout_s: float) -> None:
+        self._store = store
+        self._ready_key = f"{key}/ready"
+        self._verdict_key = f"{key}/verdict"
+        self._read_key = f"{key}/read"
+        self._members = members
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def ready(self) -> bool:
+        """Mark this member ready and return the verdict: True to commit, False to leave everything as it is."""
+        try:
+            committed = self._verdict() == "commit"
+            self._leave()
+        except RuntimeError as error:
+            raise TransportError(
+                "The store was lost during the vote: this rank's parameters are as they were, but another rank may have "
+                f"seen the vote pass before. {error}"
+            ) from error
+        return committed
+
+    def abort(self) -> None:
+        """Say, as far as it can still be said, that this member does not go on."""
+        with suppress(RuntimeError):
+            self._decide("abort")
+
+    def _verdict(self) -> str:
+        if self._store.add(self._ready_key, 1) == self._members:
+            return self._decide("commit")
+        try:
+            self._store.wait([self._verdict_key], self._timeout)
+        except RuntimeError:  # time ran out, or the store is gone and says so again below
+            return self._decide("abort")
+        return bytes(self._store.get(self._verdict_key)).decode()
+
+    def _decide(self, verdict: str) -> str:
+        """Write the verdict unless one stands already; return the one that stands."""
+        return bytes(self._store.compare_set(self._verdict_key, "", verdict)).decode()
+
+    def _leave(self) -> None:
+        """Remove the keys, if every other member has read the verdict."""
+        if self._store.add(self._read_key, 1) == self._members:
+            for key in (self._ready_key, self._verdict_key, self._read_key):
+                self._store.delete_key(key)

@@ -1,0 +1,118 @@
+"""Gradient averaging for the warm-up of post-local SGD, as in `torch.distributed.algorithms.ddp_comm_hooks`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cadenza.process_groups import resolve
+from cadenza.topology import Topology
+
+__all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+class PostLocalSGDState:
+    """What the hook remembers: the groups to average gradients over, when to switch, and how far it has come.
+
+    Gradients are averaged over `process_group` (None: the world) until iteration `start_localSGD_iter`, then over `subgroup`
+    (None: the ranks of this host), or not at all if `post_local_gradient_allreduce` is False. `state_dict` keeps the
+    iteration, so that a resumed run does not warm up again.
+
+    >>> from cadenza.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+    >>> state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+    >>> state.load_state_dict({"iter": 40})
+    >>> state.state_dict()
+    {'iter': 40}
+    """
+
+    __slots__ = [  # noqa: RUF023 torch's order
+        "process_group",
+        "subgroup",
+        "start_localSGD_iter",
+        "post_local_gradient_allreduce",
+        "iter",
+    ]
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int):
+            raise TypeError(
+                f"Arg ``start_localSGD_iter`` must be a whole number of iterations; got {start_localSGD_iter!r}."
+            )
+        if start_localSGD_iter < 0:
+            raise ValueError(f"Arg ``start_localSGD_iter`` must be a non-negative number; got {start_localSGD_iter}.")
+        logger.info("Local SGD will be started after %s iterations", start_localSGD_iter)
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count an iteration at the last bucket of its backward pass."""
+        if bucket.is_last():
+            self.iter += 1
+        if self.iter == self.start_localSGD_iter:
+            logger.info("Start to apply local SGD after %s iterations.", self.iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; the groups are made anew."""
+        return {"iter": self.iter}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting where the saved run stopped."""
+        self.iter = int(state_dict["iter"])
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over everyone, then over the host or nobody: `ddp.register_comm_hook(state, this)`.
+
+    Average the model beside it, with the same warm-up: `PeriodicModelAverager(period, warmup_steps=start_localSGD_iter)`.
+
+    >>> import torch, torch.distributed as dist
+    >>> from cadenza.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=10)
+    >>> model.register_comm_hook(state, post_localSGD_hook)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> state.iter
+    1
+    >>> dist.destroy_process_group()
+    """
+    gradients = bucket.buffer()
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return _average(gradients, resolve(state.process_group))
+    if not state.post_local_gradient_allreduce:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+    if state.subgroup is None:
+        whole = resolve(state.process_group)
+        state.subgroup = Topology.from_hosts(within=whole).levels[0].process_group(whole)
+    return _average(gradients, state.subgroup)
+
+
+def _average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Average in place over the group, asynchronously."""
+    gradients.div_(group.size())
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    assert work is not None
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(_value)
+    return averaged
+
+
+def _value(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor

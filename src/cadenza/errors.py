@@ -1,0 +1,74 @@
+"""Everything that Cadenza raises, in one tree.
+
+::
+
+    CadenzaError
+    ├── NotInitializedError     there is no process group to work on         (also a RuntimeError)
+    ├── UnsupportedTensorError  a tensor that cannot be averaged             (also a TypeError)
+    ├── NothingToAverageError   no parameter takes part                      (also a ValueError)
+    ├── TopologyError           levels that do not nest or do not fit        (also a ValueError)
+    ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
+    ├── TransportError          a peer or the network failed                 (also a RuntimeError)
+    └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
+        ├── RoundAbortedError   they are as they were, on every rank
+        └── MixedParametersError  some hold the mean and some their local values
+
+Every class also derives from the built-in exception that fits it, so code that catches ``ValueError``,
+``TypeError`` or ``RuntimeError`` keeps working.
+
+>>> issubclass(RoundAbortedError, RoundError) and issubclass(RoundError, RuntimeError)
+True
+"""
+
+__all__ = [
+    "CadenzaError",
+    "DisagreementError",
+    "MixedParametersError",
+    "NotInitializedError",
+    "NothingToAverageError",
+    "RoundAbortedError",
+    "RoundError",
+    "TopologyError",
+    "TransportError",
+    "UnsupportedTensorError",
+]
+
+
+class CadenzaError(Exception):
+    """The root: ``except CadenzaError`` catches whatever this library raises on purpose."""
+
+
+class NotInitializedError(CadenzaError, RuntimeError):
+    """There is no process group: ``init_process_group`` was not called, or the group was destroyed."""
+
+
+class UnsupportedTensorError(CadenzaError, TypeError):
+    """A tensor that has no mean (integers), no memory (meta) or no single place for each element."""
+
+
+class NothingToAverageError(CadenzaError, ValueError):
+    """No parameter takes part, most often because gradients were cleared before the averaging."""
+
+
+class TopologyError(CadenzaError, ValueError):
+    """Levels that do not nest, sizes that do not divide, ranks that do not fit the group."""
+
+
+class DisagreementError(CadenzaError, RuntimeError):
+    """The members of a round were about to send different things; nothing was sent."""
+
+
+class TransportError(CadenzaError, RuntimeError):
+    """A peer ended, did not answer in time, or the network failed."""
+
+
+class RoundError(CadenzaError, RuntimeError):
+    """A round failed; the message says in which state the parameters are."""
+
+
+class RoundAbortedError(RoundError):
+    """The round failed and changed nothing: the parameters are as they were."""
+
+
+class MixedParametersError(RoundError):
+    """The round failed on its way: some parameters hold the mean, the others their local values."""

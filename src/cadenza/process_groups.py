@@ -1,0 +1,94 @@
+"""What Cadenza asks of torch's process groups, in one place: most of it has no public name in every torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cadenza.errors import NotInitializedError
+
+__all__ = ["control_device", "find_groups", "is_member", "name_groups", "resolve", "store_of", "timeout_of"]
+
+
+def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, or the world for None; raise if there is none or it was destroyed."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise NotInitializedError(
+            "There is no process group: call torch.distributed.init_process_group() first, and do not use a group after "
+            "destroy_process_group()."
+        )
+    if group is None:
+        group = dist.group.WORLD
+    try:
+        dist.get_rank(group)
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        if isinstance(group, dist.ProcessGroup):
+            raise NotInitializedError(
+                "This process group was destroyed; build the averager anew on a group that exists."
+            ) from error
+        raise TypeError(
+            f"A process group is required (from torch.distributed.new_group, or None for everyone); got {group!r}."
+        ) from error
+    assert group is not None
+    return group
+
+
+def is_member(group: dist.ProcessGroup) -> bool:
+    """Tell whether this rank is in the group: `new_group` gives the others a placeholder."""
+    return dist.get_rank(group) != -1
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the group's key-value store."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    default = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"cadenza/{group.group_name}", default)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the group's time-out in seconds."""
+    timeout: timedelta = group._get_backend(control_device(group)).options._timeout
+    return timeout.total_seconds()
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Return where small messages to the host travel: on the CPU, if the group has a backend for it."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Stands for a process group where the group itself cannot go."""
+
+    name: str
+
+
+def name_groups(value: Any) -> Any:
+    """Replace a process group, or those in a mapping, by their names."""
+    if isinstance(value, dist.ProcessGroup):
+        return _Named(value.group_name)
+    if isinstance(value, dict):
+        return type(value)((key, name_groups(item)) for key, item in value.items())
+    return value
+
+
+def find_groups(value: Any) -> Any:
+    """Replace names by the process groups of this process that bear them."""
+    if isinstance(value, _Named):
+        try:
+            return dist.distributed_c10d._resolve_process_group(value.name)  # type: ignore[arg-type]
+        except (LookupError, RuntimeError, ValueError) as error:
+            raise NotInitializedError(
+                f"There is no process group named {value.name!r} here: make the same groups, in the same order, as in the "
+                "process that pickled this averager, and then unpickle it."
+            ) from error
+    if isinstance(value, dict):
+        return type(value)((key, find_groups(item)) for key, item in value.items())
+    return value
