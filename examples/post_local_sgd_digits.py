@@ -144,7 +144,8 @@ for way in (ddp, post_local, hierarchical):
         )
 if rank == 0:
     print(
-        "MB sent: by one worker, computed from the rounds held and an all-reduce's 2(n-1)/n of the "
-        "model's bytes;\nseconds: on one machine's loopback, where bytes are cheap."
+        "MB sent: by one worker if the workers were machines, computed from the rounds held: an "
+        "all-reduce among n\nsends 2(n-1)/n of the model's bytes. Seconds: here, on one machine, "
+        "where Cadenza's rounds go through shared memory."
     )
 dist.destroy_process_group()
