@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
-from support.ranks import RankPool  # noqa: E402
+from support.ranks import RankPool
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
 
 
 @pytest.fixture(scope="session")

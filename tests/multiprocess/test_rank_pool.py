@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.ranks import RankFailure, RankPool, outcome
 
 

@@ -3,8 +3,8 @@
 import contextlib
 import gc
 
-import torch  # noqa: F401
-import torch._dynamo  # noqa: F401  (the first optimizer step would import it otherwise, in every rank)
+import torch
+import torch._dynamo  # the first optimizer step would import it otherwise, in every rank
 import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook
 import torch.distributed.algorithms.model_averaging.hierarchical_model_averager
 import torch.distributed.optim

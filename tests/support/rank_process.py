@@ -36,6 +36,7 @@ IDLE = b"idle"
 class Job:
     """One call of a function on one rank."""
 
+    call: int
     rank: int
     world_size: int
     function: Callable[..., Any]
@@ -44,6 +45,7 @@ class Job:
     store_port: int
     group_timeout_s: float
     init: bool
+    env: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Failure:
     text: str
 
 
-def serve(connection: Connection, stack_path: str) -> None:
+def serve(connection: Connection, stack_path: str, store_port: int) -> None:
     """Run jobs until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     with open(stack_path, "w") as stack_file:
@@ -70,37 +72,38 @@ def serve(connection: Connection, stack_path: str) -> None:
         threading.Thread(target=_die_with_parent, daemon=True).start()
         torch.set_num_threads(1)
         torch.empty(1).sum()  # whatever torch starts at its first operation is started before the first job
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         connection.send_bytes(IDLE)
         while True:
             try:
                 message = connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)
-            _serve_one(message, connection)
+            _serve_one(message, connection, store)
 
 
-def _serve_one(message: bytes, connection: Connection) -> None:
+def _serve_one(message: bytes, connection: Connection, store: dist.Store) -> None:
     with ExitStack() as cleanup:
         for restoring in (_environment, _warnings, _loggers, _torch_settings, _signals):
             cleanup.enter_context(restoring())
-        connection.send_bytes(pickle.dumps(_answer(message)))
+        connection.send_bytes(pickle.dumps(_answer(message, store)))
         connection.recv_bytes()  # RELEASE
         _leave_groups()
     gc.collect()
     connection.send_bytes(IDLE)
 
 
-def _answer(message: bytes) -> Result | Failure:
+def _answer(message: bytes, store: dist.Store) -> Result | Failure:
     try:
         sys.path[:] = (paths_and_job := pickle.loads(message))[0]
         job: Job = pickle.loads(paths_and_job[1])
-        _enter_group(job)
+        _enter_group(job, store)
         return Result(pickle.dumps(job.function(*job.args, **job.kwargs)))
     except BaseException as error:  # a test may raise anything, and the parent must hear of all of it
         return Failure(type(error).__name__, "".join(traceback.format_exception(error)))
 
 
-def _enter_group(job: Job) -> None:
+def _enter_group(job: Job, store: dist.Store) -> None:
     os.environ.update(
         RANK=str(job.rank),
         WORLD_SIZE=str(job.world_size),
@@ -111,14 +114,20 @@ def _enter_group(job: Job) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.store_port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store: init_process_group("gloo") just works
-        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_RESTART_COUNT=str(job.call),  # which keeps its keys apart from those of other calls
     )
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(job.env)
     if job.init:
         timeout = timedelta(seconds=job.group_timeout_s)
-        store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"call {job.call}", store),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timeout,
+        )
 
 
 def _leave_groups() -> None:

@@ -1,7 +1,7 @@
 """A pool of rank processes that lives as long as the pytest session: ``ranks.run(4, function)``.
 
 Importing torch is what makes distributed suites slow, so a fork server imports it once and the ranks are forked from
-it; a killed rank is replaced in milliseconds. Every call gets a store and a process group of its own.
+it; a killed rank is replaced in milliseconds. Every call gets its own part of the store and a process group of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -93,6 +93,10 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="rank-pool-")
         self._ranks: list[_RankProcess] = []
         self._started = 0
+        self._calls = 0
+        # One server for the session, in this process: it outlives any rank, and ranks connect to it only once (where
+        # names cannot be resolved, torch waits seconds for a reverse look-up at some connections).
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
 
     def run(
@@ -104,6 +108,7 @@ class RankPool:
         group_timeout_s: float = 20,
         expect_dead: Collection[int] = (),
         init: bool = True,
+        env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """The results of ``function(*args, **kwargs)`` on ``world_size`` ranks, in rank order.
@@ -113,13 +118,25 @@ class RankPool:
             group_timeout_s: The timeout of the collectives of the default group.
             expect_dead: Ranks that must die in the call; their result is None.
             init: Without it no group is initialised, but ``init_process_group("gloo")`` finds the store by itself.
+            env: Environment variables that the ranks get beside those of torchrun.
         """
         ranks = self._checkout(world_size)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._calls += 1
         call = _Call(ranks, frozenset(expect_dead))
         try:
             for index in range(world_size):
-                job = Job(index, world_size, function, args, kwargs, store.port, group_timeout_s, init)
+                job = Job(
+                    call=self._calls,
+                    rank=index,
+                    world_size=world_size,
+                    function=function,
+                    args=args,
+                    kwargs=kwargs,
+                    store_port=self._store.port,
+                    group_timeout_s=group_timeout_s,
+                    init=init,
+                    env=dict(env or {}),
+                )
                 ranks[index].busy = True
                 # Functions are found by importing their module, so the rank needs this process's path before the job.
                 ranks[index].connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
@@ -159,7 +176,7 @@ class RankPool:
         ours, theirs = self._context.Pipe()
         stack_path = Path(self._directory.name) / f"{self._started}.stack"
         self._started += 1
-        process = self._context.Process(target=serve, args=(theirs, str(stack_path)), daemon=True)
+        process = self._context.Process(target=serve, args=(theirs, str(stack_path), self._store.port), daemon=True)
         process.start()
         theirs.close()
         return _RankProcess(process, ours, stack_path)
