@@ -5,8 +5,8 @@ difference is found by all alike, before the first value is sent; then, and only
 every rank raises the same error.
 
 *The vote* goes through the store, not through a collective, because a collective can succeed on one rank and fail on
-another: each member marks that its data is in, the one that completes the count writes "commit", whoever gives up writes
-"abort", and all obey what was written first.
+another: each member marks that its data is in, the one that completes the count writes "commit", whoever gives up
+writes "abort", and all obey what was written first.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Vote:
             self._leave()
         except RuntimeError as error:
             raise TransportError(
-                "The store was lost during the vote: this rank's parameters are as they were, but another rank may have "
-                f"seen the vote pass before. {error}"
+                "The store was lost during the vote. This rank's parameters are as they were, but another rank may "
+                f"have seen the vote pass before. {error}"
             ) from error
         return committed
 

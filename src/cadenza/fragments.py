@@ -1,7 +1,7 @@
 """WHAT is averaged: the tensors that travel together, cut into buckets, packed and unpacked in place.
 
 A `Fragment` is an ordered list of tensors. It knows whether each of them can be averaged, has a `digest` that is
-equal on two ranks exactly if what they would send has the same meaning, and cuts itself into `Bucket`\\ s: runs of one
+equal on two ranks exactly if what they would send has the same meaning, and cuts itself into buckets: runs of one
 dtype on one device that fit a given capacity. Nothing here communicates, and only this file knows DTensor.
 """
 

@@ -18,8 +18,8 @@ def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, or the world for None; raise if there is none or it was destroyed."""
     if not dist.is_available() or not dist.is_initialized():
         raise NotInitializedError(
-            "There is no process group: call torch.distributed.init_process_group() first, and do not use a group after "
-            "destroy_process_group()."
+            "There is no process group: call torch.distributed.init_process_group() first, and do not use a group "
+            "after destroy_process_group()."
         )
     if group is None:
         group = dist.group.WORLD
@@ -86,8 +86,8 @@ def find_groups(value: Any) -> Any:
             return dist.distributed_c10d._resolve_process_group(value.name)  # type: ignore[arg-type]
         except (LookupError, RuntimeError, ValueError) as error:
             raise NotInitializedError(
-                f"There is no process group named {value.name!r} here: make the same groups, in the same order, as in the "
-                "process that pickled this averager, and then unpickle it."
+                f"There is no process group named {value.name!r} here: make the same groups, in the same order, as in "
+                "the process that pickled this averager, and then unpickle it."
             ) from error
     if isinstance(value, dict):
         return type(value)((key, find_groups(item)) for key, item in value.items())

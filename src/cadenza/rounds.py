@@ -1,9 +1,9 @@
 """One round: header, pack, send, agree, land.
 
-Buckets go through the transport's lanes in a pipeline: while one is on the wire, the next is packed and the one before is
-unpacked. Nothing is sent before all headers agree. By default a bucket's mean goes into the parameters as soon as it is
-there, so that only the lanes are extra memory; an atomic round collects everything in a scratch copy and changes the
-parameters after a vote in which every member took part.
+Buckets go through the transport's lanes in a pipeline: while one is on the wire, the next is packed and the one
+before is unpacked. Nothing is sent before all headers agree. By default a bucket's mean goes into the parameters as
+soon as it is there, so that only the lanes are extra memory; an atomic round collects everything in a scratch copy
+and changes the parameters after a vote in which every member took part.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from cadenza.transports import Lane, Transport, connect
 __all__ = ["average", "run_round"]
 
 _NO_GRADIENT = (
-    "There is nothing to average: none of the {} given parameters has a gradient. Averaging leaves out parameters whose "
-    "grad is None, so call it after backward() and optimizer.step() and before zero_grad()."
+    "There is nothing to average: none of the {} given parameters has a gradient. Averaging leaves out parameters "
+    "whose grad is None, so call it after backward() and optimizer.step() and before zero_grad()."
 )
 
 

@@ -1,7 +1,7 @@
 """WITH WHOM: levels of groups, from the innermost (a host) to the outermost (everyone).
 
-A `Topology` is plain data about ranks; building one never communicates, except for `Topology.from_hosts` when it has to ask
-every rank where it runs.
+A `Topology` is plain data about ranks; building one never communicates, except for `Topology.from_hosts` when it has
+to ask every rank where it runs.
 
 >>> topology = Topology.from_sizes([2, 4], ranks=range(4))
 >>> [level.groups for level in topology.levels]
@@ -110,8 +110,8 @@ class Topology:
     def from_mesh(cls, mesh: DeviceMesh, dims: Sequence[str | int] | None = None) -> Topology:
         """Make one level of each mesh dimension, the last dimension innermost; an outer level spans the ones inside it.
 
-        `dims` picks the dimensions, from the innermost to the outermost; the ranks along the others are different shards
-        and do not come together, so the levels only hold the ranks that share this rank's place along them.
+        `dims` picks the dimensions, from the innermost to the outermost; the ranks along the others are different
+        shards and do not come together, so the levels only hold the ranks that share this rank's place along them.
         """
         names = tuple(mesh.mesh_dim_names or ())
         chosen = list(reversed(range(mesh.ndim))) if dims is None else [_dim(mesh, names, dim) for dim in dims]

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 class PostLocalSGDState:
     """What the hook remembers: the groups to average gradients over, when to switch, and how far it has come.
 
-    Gradients are averaged over `process_group` (None: the world) until iteration `start_localSGD_iter`, then over `subgroup`
-    (None: the ranks of this host), or not at all if `post_local_gradient_allreduce` is False. `state_dict` keeps the
-    iteration, so that a resumed run does not warm up again.
+    Gradients are averaged over `process_group` (None: the world) until iteration `start_localSGD_iter`, then over
+    `subgroup` (None: the ranks of this host), or not at all if `post_local_gradient_allreduce` is False. `state_dict`
+    keeps the iteration, so that a resumed run does not warm up again.
 
     >>> from cadenza.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
     >>> state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
@@ -77,7 +77,8 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over everyone, then over the host or nobody: `ddp.register_comm_hook(state, this)`.
 
-    Average the model beside it, with the same warm-up: `PeriodicModelAverager(period, warmup_steps=start_localSGD_iter)`.
+    Average the model beside it, with the same warm-up: `PeriodicModelAverager(period,
+    warmup_steps=start_localSGD_iter)`.
 
     >>> import torch, torch.distributed as dist
     >>> from cadenza.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook

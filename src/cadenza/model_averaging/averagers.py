@@ -94,9 +94,9 @@ class PeriodicModelAverager(ModelAverager):
 
 
 NO_NEED = (
-    "no need to use model averaging because the communication cost of all-reducing parameters will be no less than the cost "
-    "of all-reducing gradients by DistributedDataParallel in the backward pass. Therefore, only DistributedDataParallel "
-    "should be used for this case."
+    "no need to use model averaging because the communication cost of all-reducing parameters will be no less than "
+    "the cost of all-reducing gradients by DistributedDataParallel in the backward pass. Therefore, only "
+    "DistributedDataParallel should be used for this case."
 )
 
 

@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 class HierarchicalModelAverager(ModelAverager):
     """Averages small groups often and large ones seldom: `period_group_size_dict` maps periods to group sizes.
 
-    At a step that several periods divide, only the largest group averages. Periods and sizes ascend, each size divides the
-    next, and the last is the size of `process_group`. Steps count from 0, not from the end of the warm-up: with a period of
-    4 and a warm-up of 13 steps, steps 16, 20, 24 average. `atomic` is as in `PeriodicModelAverager`.
+    At a step that several periods divide, only the largest group averages. Periods and sizes ascend, each size
+    divides the next, and the last is the size of `process_group`. Steps count from 0, not from the end of the
+    warm-up: with a period of 4 and a warm-up of 13 steps, steps 16, 20, 24 average. `atomic` is as in
+    `PeriodicModelAverager`.
 
     >>> import torch.distributed as dist
     >>> from cadenza.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
@@ -96,8 +97,8 @@ def _check_levels(levels: Mapping[int, int], overall: int) -> None:
     for inner, outer in pairwise(periods):
         if inner >= outer:
             raise TopologyError(
-                f"The periods in arg ``period_group_size_dict`` must ascend, but {inner} comes before {outer}: the larger a "
-                "group, the more seldom it averages."
+                f"The periods in arg ``period_group_size_dict`` must ascend, but {inner} comes before {outer}: the larger "
+                "a group, the more seldom it averages."
             )
     if sizes[-1] != overall:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Averaging of parameters by function, as in `torch.distributed.algorithms.model_averaging.utils`.
 
-Values change in place: storage, strides and ties stay. Beyond torch's arguments, `atomic=True` keeps the parameters untouched
-on every rank if the averaging fails, at the price of one scratch copy.
+Values change in place: storage, strides and ties stay. Beyond torch's arguments, `atomic=True` keeps the parameters
+untouched on every rank if the averaging fails, at the price of one scratch copy.
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ def _refuse_lone(params: object) -> None:
     """Refuse what iterates, but surely not over parameters."""
     if isinstance(params, torch.Tensor | torch.nn.Module | dict | str) or not isinstance(params, Iterable):
         raise TypeError(
-            "An iterable of parameters or an optimizer's param_groups is required, for instance model.parameters(); got "
-            f"{type(params).__name__}."
+            "An iterable of parameters or an optimizer's param_groups is required, for instance model.parameters(); "
+            f"got {type(params).__name__}."
         )

@@ -14,17 +14,17 @@ from cadenza.model_averaging.averagers import ModelAverager
 
 __all__ = ["PostLocalSGDOptimizer"]
 
-# Where the averager's step is kept in the parameter groups. torch.distributed.checkpoint saves those and the optimizer's
-# state, and drops every other entry of a state dict.
+# Where the averager's step is kept in the parameter groups. torch.distributed.checkpoint saves those and the
+# optimizer's state, and drops every other entry of a state dict.
 _STEP_KEY = "averager_step"
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer: `step()` runs it, then gives the averager its turn.
 
-    It is the inner optimizer in all else: `param_groups`, `state` and `defaults` are the inner one's own objects, so learning
-    rate schedulers, hooks and checkpoints work on either. Under a `GradScaler` the averager gets its turn also when the scaler
-    skips the inner step, so that ranks stay together.
+    It is the inner optimizer in all else: `param_groups`, `state` and `defaults` are the inner one's own objects, so
+    learning rate schedulers, hooks and checkpoints work on either. Under a `GradScaler` the averager gets its turn
+    also when the scaler skips the inner step, so that ranks stay together.
 
     >>> import torch, torch.distributed as dist
     >>> from cadenza.model_averaging.averagers import PeriodicModelAverager

@@ -1,10 +1,11 @@
-"""What every transport promises: headers from everyone to everyone, and a ring of lanes that turn values into their mean.
+"""What every transport promises: headers from everyone to everyone, and lanes that turn values into their mean.
 
 A round uses a lane in three stages, and the stages of neighbouring buckets overlap::
 
     pack into lane.outgoing → launch() → combine() → land() → unpack from what land() returned
 
-`launch` hands the packed values over, `combine` does the middle of the work where there is one, `land` waits for the mean.
+`launch` hands the packed values over, `combine` does the middle of the work where there is one, `land` waits for the
+mean.
 """
 
 from __future__ import annotations

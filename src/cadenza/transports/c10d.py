@@ -1,8 +1,8 @@
 """Averaging over a `torch.distributed` process group: any backend, any number of hosts.
 
-fp32 and fp64 travel by all-reduce (`ReduceOp.AVG` on NCCL). 16-bit values travel as they are, at half the bytes, but are
-summed in fp32: an all-to-all brings every member its share, which it sums and sends back to all. Backends' own 16-bit
-all-reduces round at every hop.
+fp32 and fp64 travel by all-reduce (`ReduceOp.AVG` on NCCL). 16-bit values travel as they are, at half the bytes, but
+are summed in fp32: an all-to-all brings every member its share, which it sums and sends back to all. Backends' own
+16-bit all-reduces round at every hop.
 
 The transport holds no reference to the group: `destroy_process_group` closes its sockets only when nobody does.
 """

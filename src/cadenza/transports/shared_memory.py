@@ -121,8 +121,8 @@ class _SharedLane:
 class _Mesh:
     """A socket to each other member, on which all of them send the same sequence: headers, then ticks.
 
-    A tick says "the next of my stages is done". Because every member goes through the same stages in the same order, the
-    number of ticks is all that needs saying.
+    A tick says "the next of my stages is done". Because every member goes through the same stages in the same order,
+    the number of ticks is all that needs saying.
     """
 
     def __init__(
