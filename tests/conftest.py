@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatev
 from support.ranks import RankPool
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # torch warns, as this is imported, of its own use of deprecated names
+    import_module("torch.distributed.optim")
 
 
 @pytest.fixture(scope="session")
