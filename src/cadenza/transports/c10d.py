@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cadenza.errors import NotInitializedError, TransportError
 from cadenza.process_groups import control_device, store_of, timeout_of
 from cadenza.transports.base import Lane
-from cadenza.transports.means import mean_into
+from cadenza.transports.means import divide, mean_into
 
 __all__ = ["C10dTransport"]
 
@@ -172,7 +172,7 @@ class _C10dLane:
         if self._values.dtype.itemsize <= 2:
             return self._incoming[: self._numel]
         if not self._transport.native_mean:
-            self._values.div_(len(self._transport.members))
+            divide(self._values, len(self._transport.members))
         return self._values
 
     def _all_to_all(self) -> Callable[[], None]:

@@ -1,0 +1,100 @@
+"""A transport that fails on purpose, to try out what a round does then.
+
+>>> from cadenza.transports.faulty import FaultyTransport
+>>> faulty = FaultyTransport(transport, fail_at="land", bucket=2)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from cadenza.errors import TransportError
+from cadenza.transports.base import Lane, Transport
+
+__all__ = ["FaultyTransport", "Phase"]
+
+Phase = Literal["exchange", "pack", "launch", "combine", "land"]
+
+
+class FaultyTransport:
+    """Does what the transport below it does, until a given phase of a given bucket, where `fault` is called.
+
+    The default fault raises a `TransportError`; another may kill the process, stop it or wait.
+    """
+
+    def __init__(
+        self, below: Transport, *, fail_at: Phase, bucket: int = 0, fault: Callable[[], None] | None = None
+    ) -> None:
+        self._below = below
+        self._fail_at = fail_at
+        self._bucket = bucket
+        self._fault = fault or _raise
+        self._reached = dict.fromkeys(("exchange", "pack", "launch", "combine", "land"), -1)
+
+    def pass_through(self, phase: Phase) -> None:
+        """Count a phase, and fail if it is the one to fail at."""
+        self._reached[phase] += 1
+        if phase == self._fail_at and self._reached[phase] == self._bucket:
+            self._fault()
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self._below.members
+
+    @property
+    def position(self) -> int:
+        return self._below.position
+
+    @property
+    def timeout_s(self) -> float:
+        return self._below.timeout_s
+
+    @property
+    def store(self) -> dist.Store:
+        return self._below.store
+
+    def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
+        self.pass_through("exchange")
+        return self._below.exchange(payload)
+
+    def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
+        return self._below.capacity(device, dtype)
+
+    def lanes(self, device: torch.device) -> list[Lane]:
+        return [_FaultyLane(self, lane) for lane in self._below.lanes(device)]
+
+    def next_round(self) -> int:
+        return self._below.next_round()
+
+    def abandon(self) -> None:
+        self._below.abandon()
+
+
+class _FaultyLane:
+    def __init__(self, transport: FaultyTransport, below: Lane) -> None:
+        self._transport = transport
+        self._below = below
+
+    def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._transport.pass_through("pack")
+        return self._below.outgoing(numel, dtype)
+
+    def launch(self) -> None:
+        self._transport.pass_through("launch")
+        self._below.launch()
+
+    def combine(self) -> None:
+        self._transport.pass_through("combine")
+        self._below.combine()
+
+    def land(self) -> torch.Tensor:
+        self._transport.pass_through("land")
+        return self._below.land()
+
+
+def _raise() -> None:
+    raise TransportError("A fault was injected here.")
