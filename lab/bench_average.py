@@ -3,8 +3,8 @@
     python lab/bench_average.py                        # the whole table of docs/benchmarks.md, about 12 minutes
     python lab/bench_average.py --millions 25 --ranks 4
 
-Every case starts its ranks anew on this machine. Within a case the contenders take turns, so that noise hits all alike, and
-medians are compared:
+Every case starts its ranks anew on this machine. Within a case the contenders take turns, so that noise hits all
+alike, and medians are compared:
 
     cadenza        average_parameters over what `connect` chooses on this machine: shared memory
     cadenza-c10d   the same without shared memory, as between machines: Gloo all-reduces of packed buckets

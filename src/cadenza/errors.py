@@ -5,6 +5,7 @@
     CadenzaError
     ├── NotInitializedError     there is no process group to work on         (also a RuntimeError)
     ├── UnsupportedTensorError  a tensor that cannot be averaged             (also a TypeError)
+    ├── UnsupportedModelError   a model set up in a way that cannot work     (also a RuntimeError)
     ├── NothingToAverageError   no parameter takes part                      (also a ValueError)
     ├── TopologyError           levels that do not nest or do not fit        (also a ValueError)
     ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
@@ -30,6 +31,7 @@ __all__ = [
     "RoundError",
     "TopologyError",
     "TransportError",
+    "UnsupportedModelError",
     "UnsupportedTensorError",
 ]
 
@@ -44,6 +46,10 @@ class NotInitializedError(CadenzaError, RuntimeError):
 
 class UnsupportedTensorError(CadenzaError, TypeError):
     """A tensor that has no mean (integers), no memory (meta) or no single place for each element."""
+
+
+class UnsupportedModelError(CadenzaError, RuntimeError):
+    """A model, or a wrapper around it, that is set up in a way that cannot work; says what to change."""
 
 
 class NothingToAverageError(CadenzaError, ValueError):

@@ -84,10 +84,10 @@ class Bucket:
         """Whether all pieces are runs of the bucket's own dtype."""
         return all(piece.ndim == 1 and piece.dtype == self.dtype for piece in self.pieces)
 
-    def _places_in(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         places = memory[: self.numel].split_with_sizes(self.sizes)
         if self._flat:
-            return places
+            return list(places)
         return [
             place if piece.ndim == 1 else place.view(piece.shape)
             for place, piece in zip(places, self.pieces, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,19 @@ import torch.distributed as dist
 
 from cadenza.errors import NotInitializedError
 
-__all__ = ["control_device", "find_groups", "is_member", "name_groups", "resolve", "store_of", "timeout_of"]
+__all__ = [
+    "all_gather_single",
+    "control_device",
+    "find_groups",
+    "is_member",
+    "name_groups",
+    "resolve",
+    "store_of",
+    "timeout_of",
+]
+
+# The newest name of the collective that gathers equal tensors into one; older torches know the other one.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -1,13 +1,16 @@
 """Gradient averaging for the warm-up of post-local SGD, as in `torch.distributed.algorithms.ddp_comm_hooks`."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 import logging
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.errors import UnsupportedModelError
 from cadenza.process_groups import resolve
 from cadenza.topology import Topology
 
@@ -36,6 +39,7 @@ class PostLocalSGDState:
         "start_localSGD_iter",
         "post_local_gradient_allreduce",
         "iter",
+        "__weakref__",
     ]
 
     def __init__(
@@ -57,6 +61,7 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        _watch_first_pass(self)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count an iteration at the last bucket of its backward pass."""
@@ -103,6 +108,32 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> tor
         whole = resolve(state.process_group)
         state.subgroup = Topology.from_hosts(within=whole).levels[0].process_group(whole)
     return _average(gradients, state.subgroup)
+
+
+def _watch_first_pass(state: PostLocalSGDState) -> None:
+    """Explain what DDP would fail at with an internal assertion: a static graph whose first pass is under `no_sync`.
+
+    The state never sees its model before the first backward pass, which is too late, so every forward pass is looked at
+    until the first one of the model that carries this state.
+    """
+    watched = weakref.ref(state)
+
+    def look(module: torch.nn.Module, inputs: object) -> None:
+        state = watched()
+        if state is None:
+            handle.remove()
+        elif isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            if not any(state is registered for _, registered in module._comm_hooks):
+                return
+            handle.remove()
+            if module.static_graph and not module.require_backward_grad_sync:
+                raise UnsupportedModelError(
+                    "With static_graph=True, DistributedDataParallel needs its first backward pass outside no_sync(): "
+                    "it records the graph there, and fails with an internal assertion otherwise. Run the first iteration "
+                    "without gradient accumulation, or build the model with static_graph=False."
+                )
+
+    handle = register_module_forward_pre_hook(look)
 
 
 def _average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:

@@ -97,8 +97,8 @@ def _check_levels(levels: Mapping[int, int], overall: int) -> None:
     for inner, outer in pairwise(periods):
         if inner >= outer:
             raise TopologyError(
-                f"The periods in arg ``period_group_size_dict`` must ascend, but {inner} comes before {outer}: the larger "
-                "a group, the more seldom it averages."
+                f"The periods in arg ``period_group_size_dict`` must ascend, but {inner} comes before {outer}: the "
+                "larger a group, the more seldom it averages."
             )
     if sizes[-1] != overall:
         raise ValueError(

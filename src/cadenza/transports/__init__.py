@@ -23,5 +23,6 @@ def connect(group: dist.ProcessGroup) -> Transport:
     transport = _connected.get(group)
     if transport is None:
         below = C10dTransport(group)
-        transport = _connected[group] = open_shared_memory(below) or below
+        alone = len(below.members) == 1
+        transport = _connected[group] = below if alone else open_shared_memory(below) or below
     return transport

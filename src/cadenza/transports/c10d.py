@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cadenza.errors import NotInitializedError, TransportError
-from cadenza.process_groups import control_device, store_of, timeout_of
+from cadenza.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.transports.base import Lane
 from cadenza.transports.means import divide, mean_into
 
@@ -59,7 +59,7 @@ class C10dTransport:
         device = control_device(self.group())
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
         theirs = torch.empty(len(self.members) * len(payload), dtype=torch.uint8, device=device)
-        wait = self.start(dist.all_gather_into_tensor, theirs, mine)
+        wait = self.start(all_gather_single, theirs, mine)
 
         def replies() -> list[bytes]:
             wait()
@@ -161,7 +161,7 @@ class _C10dLane:
         copies = self._values.view(members, -1)
         mean_into(copies[0], self._incoming.view(members, -1))
         if self._transport.native_mean:
-            self._wait = self._transport.start(dist.all_gather_into_tensor, self._incoming, copies[0])
+            self._wait = self._transport.start(all_gather_single, self._incoming, copies[0])
         else:
             # Gloo's all-gather copies twice inside; sending the share to everyone takes half its time.
             copies[1:].copy_(copies[0])
