@@ -129,7 +129,7 @@ def _watch_first_pass(state: PostLocalSGDState) -> None:
             if module.static_graph and not module.require_backward_grad_sync:
                 raise UnsupportedModelError(
                     "With static_graph=True, DistributedDataParallel needs its first backward pass outside no_sync(): "
-                    "it records the graph there, and fails with an internal assertion otherwise. Run the first iteration "
+                    "it records the graph there, and fails with an assertion otherwise. Run the first iteration "
                     "without gradient accumulation, or build the model with static_graph=False."
                 )
 

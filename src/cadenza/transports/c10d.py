@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cadenza.errors import NotInitializedError, TransportError
 from cadenza.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.transports.base import Lane
-from cadenza.transports.means import divide, mean_into
+from cadenza.transports.means import mean_into, scales_first
 
 __all__ = ["C10dTransport"]
 
@@ -129,6 +129,7 @@ class _C10dLane:
 
     def __init__(self, transport: C10dTransport, device: torch.device) -> None:
         self._transport = transport
+        self._members = len(transport.members)
         self._memory = torch.empty(LANE_BYTES, dtype=torch.uint8, device=device)
         self._numel = 0
         self._values = self._memory
@@ -140,8 +141,7 @@ class _C10dLane:
         if dtype.itemsize > 2:
             self._values = self._memory.view(dtype)[:numel]
             return self._values
-        members = len(self._transport.members)
-        padded = -(-numel // members) * members
+        padded = -(-numel // self._members) * self._members
         halves = self._memory.view(dtype).view(2, -1)
         self._values, self._incoming = halves[0, :padded], halves[1, :padded]
         return self._values
@@ -149,6 +149,8 @@ class _C10dLane:
     def launch(self) -> None:
         if self._values.dtype.itemsize > 2:
             op = dist.ReduceOp.AVG if self._transport.native_mean else dist.ReduceOp.SUM
+            if not self._transport.native_mean and scales_first(self._members):
+                self._values.mul_(1 / self._members)
             self._wait = self._transport.start(dist.all_reduce, self._values, op=op)
         else:
             self._wait = self._all_to_all()
@@ -157,9 +159,8 @@ class _C10dLane:
         if self._values.dtype.itemsize > 2:
             return
         self._wait()
-        members = len(self._transport.members)
-        copies = self._values.view(members, -1)
-        mean_into(copies[0], self._incoming.view(members, -1))
+        copies = self._values.view(self._members, -1)
+        mean_into(copies[0], self._incoming.view(self._members, -1))
         if self._transport.native_mean:
             self._wait = self._transport.start(all_gather_single, self._incoming, copies[0])
         else:
@@ -171,8 +172,8 @@ class _C10dLane:
         self._wait()
         if self._values.dtype.itemsize <= 2:
             return self._incoming[: self._numel]
-        if not self._transport.native_mean:
-            divide(self._values, len(self._transport.members))
+        if not self._transport.native_mean and not scales_first(self._members):
+            self._values.div_(self._members)
         return self._values
 
     def _all_to_all(self) -> Callable[[], None]:
