@@ -1,6 +1,7 @@
 """The post-local SGD hook beside torch's, under DistributedDataParallel in every way that it is used."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ def train_side_by_side(name: str, steps: int) -> list[list[int]]:
         assert_models_agree(theirs.ddp, ours.ddp, where, exact=exact)
         if not exact:
             ours.ddp.load_state_dict(theirs.ddp.state_dict())
-            ours.optim.optim.load_state_dict(theirs.optim.optim.state_dict())
+            ours.optim.optim.load_state_dict(copy.deepcopy(theirs.optim.optim.state_dict()))
         counts.append(our_counts)
     return counts
 
