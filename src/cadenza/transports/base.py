@@ -1,11 +1,16 @@
 """What every transport promises: headers from everyone to everyone, and lanes that turn values into their mean.
 
-A round uses a lane in three stages, and the stages of neighbouring buckets overlap::
+A lane averages values in three stages, and the stages of neighbouring buckets overlap::
 
     pack into lane.outgoing → launch() → combine() → land() → unpack from what land() returned
 
-`launch` hands the packed values over, `combine` does the middle of the work where there is one, `land` waits for the
-mean.
+`launch` hands the packed values over, `combine` does the middle of the work if there is one, `land` waits for the mean.
+
+Encoded values cannot be added up on their way, so a lane also carries bytes, in two halves that the caller connects:
+`scatter` brings every member what the others have for it, `gather` brings everyone what each member has for all::
+
+    fill lane.scatter(size) → launch_scatter() → use lane.scattered()
+    fill lane.gather(size)  → launch_gather()  → use lane.gathered()
 """
 
 from __future__ import annotations
@@ -38,6 +43,30 @@ class Lane(Protocol):
         """Wait for the mean and return it; the memory is the lane's until its next use."""
         ...
 
+    def scatter(self, size: int) -> torch.Tensor:
+        """Return memory of a row of `size` bytes for each member, to be filled before `launch_scatter`."""
+        ...
+
+    def launch_scatter(self) -> None:
+        """Send every member its row."""
+        ...
+
+    def scattered(self) -> torch.Tensor:
+        """Wait for and return the rows that the members sent to this one, in their order."""
+        ...
+
+    def gather(self, size: int) -> torch.Tensor:
+        """Return memory for `size` bytes, to be filled before `launch_gather`; after `scattered`, if that is used."""
+        ...
+
+    def launch_gather(self) -> None:
+        """Send this member's bytes to all."""
+        ...
+
+    def gathered(self) -> torch.Tensor:
+        """Wait for and return a row from each member, in their order."""
+        ...
+
 
 class Transport(Protocol):
     """A way for the members of one group to average."""
@@ -68,6 +97,10 @@ class Transport(Protocol):
 
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         """Return how many values of `dtype` one lane carries."""
+        ...
+
+    def row_bytes(self, device: torch.device) -> int:
+        """Return how long a row of `scatter` and `gather` may be, a multiple of 64."""
         ...
 
     def lanes(self, device: torch.device) -> list[Lane]:

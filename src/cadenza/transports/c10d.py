@@ -74,6 +74,9 @@ class C10dTransport:
         half = LANE_BYTES // 2 // dtype.itemsize  # the other half receives
         return half - half % len(self.members)
 
+    def row_bytes(self, device: torch.device) -> int:
+        return LANE_BYTES // 2 // len(self.members) // 64 * 64
+
     def lanes(self, device: torch.device) -> list[Lane]:
         if device not in self._lanes:
             self._lanes[device] = [_C10dLane(self, device) for _ in range(LANES)]
@@ -130,52 +133,77 @@ class _C10dLane:
     def __init__(self, transport: C10dTransport, device: torch.device) -> None:
         self._transport = transport
         self._members = len(transport.members)
-        self._memory = torch.empty(LANE_BYTES, dtype=torch.uint8, device=device)
+        self._halves = torch.empty(2, LANE_BYTES // 2, dtype=torch.uint8, device=device)
+        self._values = self._halves
         self._numel = 0
-        self._values = self._memory
-        self._incoming = self._memory
+        self._rows = self._halves
         self._wait: Callable[[], None]
 
     def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._numel = numel
         if dtype.itemsize > 2:
-            self._values = self._memory.view(dtype)[:numel]
-            return self._values
-        padded = -(-numel // self._members) * self._members
-        halves = self._memory.view(dtype).view(2, -1)
-        self._values, self._incoming = halves[0, :padded], halves[1, :padded]
+            self._values = self._halves.view(-1).view(dtype)[:numel]
+        else:
+            each = -(-numel // self._members)
+            self._values = self.scatter(each * dtype.itemsize).view(-1).view(dtype)
         return self._values
 
     def launch(self) -> None:
-        if self._values.dtype.itemsize > 2:
-            op = dist.ReduceOp.AVG if self._transport.native_mean else dist.ReduceOp.SUM
-            if not self._transport.native_mean and scales_first(self._members):
-                self._values.mul_(1 / self._members)
-            self._wait = self._transport.start(dist.all_reduce, self._values, op=op)
-        else:
-            self._wait = self._all_to_all()
+        if self._values.dtype.itemsize <= 2:
+            self.launch_scatter()
+            return
+        op = dist.ReduceOp.AVG if self._transport.native_mean else dist.ReduceOp.SUM
+        if not self._transport.native_mean and scales_first(self._members):
+            self._values.mul_(1 / self._members)
+        self._wait = self._transport.start(dist.all_reduce, self._values, op=op)
 
     def combine(self) -> None:
-        if self._values.dtype.itemsize > 2:
-            return
-        self._wait()
-        copies = self._values.view(self._members, -1)
-        mean_into(copies[0], self._incoming.view(self._members, -1))
-        if self._transport.native_mean:
-            self._wait = self._transport.start(all_gather_single, self._incoming, copies[0])
-        else:
-            # Gloo's all-gather copies twice inside; sending the share to everyone takes half its time.
-            copies[1:].copy_(copies[0])
-            self._wait = self._all_to_all()
+        dtype = self._values.dtype
+        if dtype.itemsize <= 2:
+            rows = self.scattered()
+            mean_into(self.gather(rows.shape[1]).view(dtype), rows.view(dtype))
+            self.launch_gather()
 
     def land(self) -> torch.Tensor:
-        self._wait()
         if self._values.dtype.itemsize <= 2:
-            return self._incoming[: self._numel]
+            return self.gathered().view(-1).view(self._values.dtype)[: self._numel]
+        self._wait()
         if not self._transport.native_mean and not scales_first(self._members):
             self._values.div_(self._members)
         return self._values
 
-    def _all_to_all(self) -> Callable[[], None]:
-        incoming, outgoing = self._incoming.view(torch.uint8), self._values.view(torch.uint8)
-        return self._transport.start(dist.all_to_all_single, incoming, outgoing)
+    def scatter(self, size: int) -> torch.Tensor:
+        self._rows = self._half(0, size)
+        return self._rows
+
+    def launch_scatter(self) -> None:
+        self._all_to_all()
+
+    def scattered(self) -> torch.Tensor:
+        self._wait()
+        return self._half(1, self._rows.shape[1])
+
+    def gather(self, size: int) -> torch.Tensor:
+        self._rows = self._half(0, size)
+        return self._rows[0]
+
+    def launch_gather(self) -> None:
+        if self._transport.native_mean:
+            received = self._half(1, self._rows.shape[1]).view(-1)
+            self._wait = self._transport.start(all_gather_single, received, self._rows[0])
+        else:
+            # Gloo's all-gather copies twice inside; sending the row to everyone takes half its time.
+            self._rows[1:].copy_(self._rows[0])
+            self._all_to_all()
+
+    def gathered(self) -> torch.Tensor:
+        self._wait()
+        return self._half(1, self._rows.shape[1])
+
+    def _half(self, half: int, size: int) -> torch.Tensor:
+        """Return the first (sending) or second (receiving) half of the memory as a row for each member."""
+        return self._halves[half, : self._members * size].view(self._members, size)
+
+    def _all_to_all(self) -> None:
+        received = self._half(1, self._rows.shape[1])
+        self._wait = self._transport.start(dist.all_to_all_single, received.view(-1), self._rows.view(-1))

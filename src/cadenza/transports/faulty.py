@@ -64,6 +64,9 @@ class FaultyTransport:
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         return self._below.capacity(device, dtype)
 
+    def row_bytes(self, device: torch.device) -> int:
+        return self._below.row_bytes(device)
+
     def lanes(self, device: torch.device) -> list[Lane]:
         return [_FaultyLane(self, lane) for lane in self._below.lanes(device)]
 
@@ -94,6 +97,28 @@ class _FaultyLane:
     def land(self) -> torch.Tensor:
         self._transport.pass_through("land")
         return self._below.land()
+
+    def scatter(self, size: int) -> torch.Tensor:
+        self._transport.pass_through("pack")
+        return self._below.scatter(size)
+
+    def launch_scatter(self) -> None:
+        self._transport.pass_through("launch")
+        self._below.launch_scatter()
+
+    def scattered(self) -> torch.Tensor:
+        self._transport.pass_through("combine")
+        return self._below.scattered()
+
+    def gather(self, size: int) -> torch.Tensor:
+        return self._below.gather(size)
+
+    def launch_gather(self) -> None:
+        self._below.launch_gather()
+
+    def gathered(self) -> torch.Tensor:
+        self._transport.pass_through("land")
+        return self._below.gathered()
 
 
 def _raise() -> None:

@@ -39,8 +39,8 @@ def mean_into(out: torch.Tensor, rows: torch.Tensor) -> None:
 def scales_first(members: int) -> bool:
     """Tell whether values are divided before they are summed.
 
-    A power of two divides without rounding, so that large values cannot overflow in the sum. Any other number divides the
-    sum, so that the mean of equal values is that value.
+    A power of two divides without rounding, so that large values cannot overflow in the sum. Any other number divides
+    the sum, so that the mean of equal values is that value.
     """
     return members & (members - 1) == 0
 

@@ -78,6 +78,11 @@ class SharedMemoryTransport:
             return self._below.capacity(device, dtype)
         return self._lane_bytes // dtype.itemsize
 
+    def row_bytes(self, device: torch.device) -> int:
+        if device.type != "cpu":
+            return self._below.row_bytes(device)
+        return self._lane_bytes // len(self.members) // 64 * 64
+
     def lanes(self, device: torch.device) -> list[Lane]:
         return self._shared_lanes if device.type == "cpu" else self._below.lanes(device)
 
@@ -96,6 +101,8 @@ class _SharedLane:
         self._mesh = mesh
         self._parts = parts
         self._position = position
+        self._members = len(parts) - 1
+        self._result_is_free = False
         self._rows = parts
         self._mark = 0
 
@@ -111,11 +118,43 @@ class _SharedLane:
         parts, result = self._rows[:-1], self._rows[-1]
         mine = share(result.numel(), self._position, len(parts))
         mean_into(result[mine], parts[:, mine])
+        self._result_is_free = False
         self._mark = self._mesh.tick()
 
     def land(self) -> torch.Tensor:
         self._mesh.await_tick(self._mark)
         return self._rows[-1]
+
+    def scatter(self, size: int) -> torch.Tensor:
+        self._rows = self._rows_of(size)
+        return self._rows[self._position]
+
+    def launch_scatter(self) -> None:
+        self._mark = self._mesh.tick()
+
+    def scattered(self) -> torch.Tensor:
+        self._mesh.await_tick(self._mark)
+        self._result_is_free = True  # whoever has scattered anew has read the last result
+        return self._rows[:-1, self._position]
+
+    def gather(self, size: int) -> torch.Tensor:
+        if not self._result_is_free:
+            self._mesh.await_tick(self._mesh.tick())
+        self._result_is_free = False
+        self._rows = self._rows_of(size)
+        return self._rows[-1, self._position]
+
+    def launch_gather(self) -> None:
+        self._mark = self._mesh.tick()
+
+    def gathered(self) -> torch.Tensor:
+        self._mesh.await_tick(self._mark)
+        return self._rows[-1]
+
+    def _rows_of(self, size: int) -> torch.Tensor:
+        """Return every part, the result being the last, as a row for each member."""
+        rows: torch.Tensor = self._parts[:, : size * self._members].unflatten(1, (self._members, size))
+        return rows
 
 
 class _Mesh:
