@@ -169,7 +169,7 @@ Choose sizes of which each divides the next.
     if not sizes:
         raise TopologyError("A topology needs at least one group size.")
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise TypeError(f"A group size is a whole number of ranks; got {size!r}.")
         if size < 1:
             raise TopologyError(f"A group has at least one rank; got the size {size}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from abc import ABC, abstractmethod
 from typing import Any
@@ -107,7 +108,11 @@ def check_warmup(warmup_steps: int) -> None:
         raise ValueError("Arg ``warmup_steps`` must be a non-negative number.")
 
 
-def check_whole(name: str, value: object) -> None:
+def check_whole(name: str, value: Any) -> None:
     """Refuse numbers of steps that are not whole: ranks would round them, or never meet."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    try:
+        operator.index(value)  # also the integers of other libraries, such as numpy's
+    except TypeError:
+        raise TypeError(f"Arg ``{name}`` must be a whole number of steps; got {value!r}.") from None
+    if isinstance(value, bool):
         raise TypeError(f"Arg ``{name}`` must be a whole number of steps; got {value!r}.")
