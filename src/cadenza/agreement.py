@@ -25,15 +25,15 @@ from cadenza.errors import DisagreementError, TransportError
 __all__ = ["HEADER_BYTES", "Header", "Stance", "Vote", "disagreement"]
 
 HEADER_BYTES = 64
-_LAYOUT = struct.Struct("<4sHxxq16s32x")
+_LAYOUT = struct.Struct("<4s??xxq16sdddI4x")
 _MAGIC = b"CDZ1"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a member is about to do: at which step, with what, and whether it can.
+    """What a member is about to do, at which step and with what, and what the others need to know of it.
 
-    >>> header = Header(step=7, digest=bytes(16), able=True)
+    >>> header = Header(step=7, digest=bytes(16), able=True, weight=2.0)
     >>> Header.unpack(header.pack()) == header
     True
     """
@@ -41,19 +41,39 @@ class Header:
     step: int
     digest: bytes
     able: bool
+    exhausted: bool = False
+    weight: float = 1.0
+    norm2: float = 0.0
+    speed: float = 0.0
+    steps: int = 0
+
+    @property
+    def intent(self) -> tuple[int, bytes, bool]:
+        """What must be the same on every member."""
+        return self.step, self.digest, self.able
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(_MAGIC, self.able, self.step, self.digest)
+        return _LAYOUT.pack(
+            _MAGIC,
+            self.able,
+            self.exhausted,
+            self.step,
+            self.digest,
+            self.weight,
+            self.norm2,
+            self.speed,
+            self.steps,
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, step, digest = _LAYOUT.unpack(data)
+        magic, able, exhausted, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        return cls(step, digest, bool(able))
+        return cls(step, digest, able, exhausted, weight, norm2, speed, steps)
 
 
 @dataclass(frozen=True)
@@ -77,7 +97,12 @@ class Stance:
         return self.lines[position] if position < len(self.lines) else f"nothing at position {position}"
 
 
-def disagreement(stances: Mapping[int, Stance]) -> str:
+def disagreement(
+    stances: Mapping[int, Stance],
+    *,
+    what: str = "what to average",
+    mend: str = "Pass the same parameters, in the same order, on every rank",
+) -> str:
     """Tell, in the same words on every rank, which ranks differ from which and in what.
 
     >>> ours, theirs = Stance(4, None, ["parameter 0: (2,)"]), Stance(4, None, ["parameter 0: (3,)"])
@@ -105,8 +130,7 @@ Pass the same parameters, in the same order, on every rank.
         )
     more = f" {len(differing)} parameters differ in all." if len(differing) > 1 else ""
     return (
-        f"The ranks disagree on what to average. {_told(_sides(differing[0]))}.{more} "
-        "Pass the same parameters, in the same order, on every rank" + _hint(differing[0]) + "."
+        f"The ranks disagree on {what}. {_told(_sides(differing[0]))}.{more} {mend}{_hint(differing[0])}."
     )
 
 

@@ -8,6 +8,7 @@
     ├── UnsupportedModelError   a model set up in a way that cannot work     (also a RuntimeError)
     ├── NothingToAverageError   no parameter takes part                      (also a ValueError)
     ├── TopologyError           levels that do not nest or do not fit        (also a ValueError)
+    ├── NotFiniteError          a value is NaN or infinite                   (also a ValueError)
     ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
     ├── TransportError          a peer or the network failed                 (also a RuntimeError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
@@ -25,6 +26,7 @@ __all__ = [
     "CadenzaError",
     "DisagreementError",
     "MixedParametersError",
+    "NotFiniteError",
     "NotInitializedError",
     "NothingToAverageError",
     "RoundAbortedError",
@@ -58,6 +60,10 @@ class NothingToAverageError(CadenzaError, ValueError):
 
 class TopologyError(CadenzaError, ValueError):
     """Levels that do not nest, sizes that do not divide, ranks that do not fit the group."""
+
+
+class NotFiniteError(CadenzaError, ValueError):
+    """A rank was about to send NaN or infinity, which would have reached everyone; nothing was sent."""
 
 
 class DisagreementError(CadenzaError, RuntimeError):

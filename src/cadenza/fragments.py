@@ -75,6 +75,12 @@ class Bucket:
         else:
             torch._foreach_copy_(self._places_in(memory), self.pieces)
 
+    def distance2(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the squared distance between the values and `memory`, in fp64."""
+        values = torch.empty(self.numel, dtype=self.dtype, device=memory.device)
+        self.pack(values)
+        return values.sub_(memory[: self.numel]).square_().sum(dtype=torch.float64)
+
     def unpack(self, memory: torch.Tensor) -> None:
         """Copy the first `numel` elements of `memory` back into the tensors, in place."""
         torch._foreach_copy_(self.pieces, self._places_in(memory))
@@ -119,6 +125,7 @@ class Fragment:
         self._label = label
         self._problem: str | None = None
         self._members: list[tuple[torch.dtype, torch.device, torch.Tensor]] = []
+        self._positions: list[int] = []
         self.digest = self._read()
 
     @property
@@ -161,16 +168,47 @@ class Fragment:
                     "process_group=mesh.get_group('replicate')."
                 )
 
-    def buckets(self, capacity: Callable[[torch.device, torch.dtype], int]) -> list[Bucket]:
-        """Cut the fragment into buckets of at most `capacity(device, dtype)` values each."""
+    def norm2(self) -> float:
+        """Return the sum of all squares: infinite or not a number exactly if one of the values is, or is huge."""
+        views = [view for _, _, view in self._members]
+        if not views:
+            return 0.0
+        norms = torch._foreach_norm(views, 2, dtype=torch.float64)
+        return float(torch.stack([norm.cpu() for norm in norms]).square().sum())
+
+    def first_not_finite(self) -> str | None:
+        """Name the first position that holds a value which is not finite."""
+        for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
+            if taken and not bool(torch.isfinite(_local(tensor)).all()):
+                return self._label(i)
+        return None
+
+    def strips(self, home: torch.device | None = None) -> tuple[list[Bucket], dict[int, tuple[int, slice]]]:
+        """Return one bucket for each device and precision, of any size, in fp32 or better.
+
+        On a `home` device, memory to pack into is there, and tensors of all devices share buckets. The second value
+        says where the values of each position that takes part lie: in which bucket, and which slice of it.
+        """
+        kinds: dict[tuple[torch.device, torch.dtype], Bucket] = {}
+        places: dict[int, tuple[int, slice]] = {}
+        for position, (dtype, device, view) in zip(self._positions, self._members, strict=True):
+            kind = (home or device, _widened(dtype))
+            bucket = kinds.setdefault(kind, Bucket(*kind))
+            start = bucket.numel
+            bucket.add(view)
+            places[position] = (list(kinds).index(kind), slice(start, bucket.numel))
+        return list(kinds.values()), places
+
+    def buckets(self, capacity: Callable[[torch.device, torch.dtype], int], *, widen: bool = False) -> list[Bucket]:
+        """Cut the fragment into buckets of at most `capacity(device, dtype)` values each; `widen` makes them fp32."""
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for dtype, device, view in self._members:
             kinds.setdefault((device, dtype), []).append(view)
-        return [
-            bucket
-            for (device, dtype), views in kinds.items()
-            for bucket in _fill(views, device, dtype, capacity(device, dtype))
-        ]
+        buckets: list[Bucket] = []
+        for (device, dtype), views in kinds.items():
+            wire = _widened(dtype) if widen else cast(torch.dtype, wire_dtype(dtype))
+            buckets += _fill(views, device, wire, capacity(device, wire))
+        return buckets
 
     def _read(self) -> bytes:
         """Check every tensor, collect those that take part, and return the digest of all of them."""
@@ -194,12 +232,16 @@ class Fragment:
             codes += (_code(device), numel, first, *order)
             if first == i and numel:
                 self._members.append((view.dtype, device, view))
+                self._positions.append(i)
         return hashlib.blake2b(array("q", codes).tobytes(), digest_size=16).digest()
 
 
-def _fill(views: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype, capacity: int) -> Iterator[Bucket]:
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fill(views: Sequence[torch.Tensor], device: torch.device, wire: torch.dtype, capacity: int) -> Iterator[Bucket]:
     """Fill buckets in order, splitting what does not fit."""
-    wire = cast(torch.dtype, wire_dtype(dtype))
     bucket = Bucket(device, wire)
     waiting = list(reversed(views))
     while waiting:

@@ -1,38 +1,59 @@
 """One round: header, pack, send, agree, land.
 
-Buckets go through the transport's lanes in a pipeline: while one is on the wire, the next is packed and the one
-before is unpacked. Nothing is sent before all headers agree. By default a bucket's mean goes into the parameters as
-soon as it is there, so that only the lanes are extra memory; an atomic round collects everything in a scratch copy
-and changes the parameters after a vote in which every member took part.
+`open_round` exchanges headers; nothing is sent before all of them agree. Then there are two ways. `run_round`
+averages parameters in place: buckets go through the transport's lanes in a pipeline, so that while one is on the wire
+the next is packed and the one before is unpacked, and only the lanes are extra memory; an atomic round collects
+everything in a scratch copy and changes the parameters after a vote in which every member took part. `fly` averages
+flat copies, in any codec, while the parameters stay as they are until the caller lands the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from cadenza.agreement import Header, Stance, Vote, disagreement
+from cadenza.codecs import Codec
 from cadenza.errors import (
     CadenzaError,
     DisagreementError,
     MixedParametersError,
+    NotFiniteError,
     NothingToAverageError,
     RoundAbortedError,
     TransportError,
     UnsupportedTensorError,
 )
+from cadenza.exchange import Exchanged, Residual, exchange_mean
 from cadenza.fragments import Bucket, Fragment
 from cadenza.transports import Lane, Transport, connect
 
-__all__ = ["average", "run_round"]
+__all__ = ["Passage", "average", "distance_squared", "fly", "mean_over", "open_round", "run_round", "shares"]
+
+_PIECE = 1 << 20  # values; temporaries stay at some MiB
 
 _NO_GRADIENT = (
     "There is nothing to average: none of the {} given parameters has a gradient. Averaging leaves out parameters "
     "whose grad is None, so call it after backward() and optimizer.step() and before zero_grad()."
 )
+
+
+@dataclass
+class Passage:
+    """What a round was: who took part with which weight, and what it cost."""
+
+    headers: list[Header]
+    weights: list[float]
+    exchanged: Exchanged = field(default_factory=Exchanged)
+    wire_s: float = 0.0
+    spread2: float = 0.0
 
 
 def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atomic: bool = False) -> None:
@@ -42,24 +63,198 @@ def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atom
             transport = connect(group)
         except TransportError as error:
             raise _unsent(step, error) from error
-        run_round(fragment, transport, step=step, atomic=atomic)
+        run_round(fragment, transport, Header(step, fragment.digest, able=True), atomic=atomic)
 
 
-def run_round(fragment: Fragment, transport: Transport, *, step: int = 0, atomic: bool = False) -> None:
-    """Run one round of a fragment over a transport."""
+def run_round(
+    fragment: Fragment,
+    transport: Transport,
+    header: Header | None = None,
+    *,
+    problem: str | None = None,
+    atomic: bool = False,
+    spread: bool = False,
+) -> Passage:
+    """Average a fragment in place over a transport; `spread` measures how far this member was from the mean."""
     fragment.refuse_mesh_overlap(transport.members, transport.members[transport.position])
+    header = header or Header(0, fragment.digest, able=True)
     number = transport.next_round()
     if len(transport.members) == 1:
         _check_content(fragment)
-        return
+        return Passage([header], [1.0])
+    started = time.perf_counter()
+    work = _Pipeline(fragment, transport)
     with _abandoning(transport):
-        work = _open(fragment, transport, step)
+        headers = open_round(
+            transport,
+            header,
+            problem=problem or fragment.problem,
+            describe=fragment.describe,
+            meanwhile=work.pack_first,
+        )
     _check_content(fragment)
+    passage = Passage(headers, shares(headers))
+    work.scale = passage.weights[transport.position] * len(headers)
     with _abandoning(transport):
         if atomic:
-            _land_together(work, transport, step, number)
+            _land_together(work, transport, header.step, number)
         else:
-            _land_one_by_one(work, step)
+            spread2 = _land_one_by_one(work, header.step, spread)
+            passage.spread2 = mean_over(transport, spread2, passage.weights) if spread else 0.0
+    size = sum(bucket.numel * bucket.dtype.itemsize for bucket in work.buckets)
+    passage.exchanged = Exchanged(2 * (len(headers) - 1) * size // len(headers), size, size)
+    passage.wire_s = time.perf_counter() - started
+    return passage
+
+
+def fly(
+    values: Sequence[torch.Tensor],
+    transport: Transport,
+    header: Header,
+    codec: Codec,
+    *,
+    problem: str | None,
+    describe: Callable[[], list[str]],
+    residuals: Sequence[Residual] | None = None,
+    normalise: bool = False,
+    origins: Sequence[torch.Tensor] | None = None,
+) -> Passage:
+    """Replace flat values by their weighted mean over the members; nothing but them changes.
+
+    With `normalise`, contributions are differences over unequal numbers of steps, and are put on an equal footing. With
+    `origins`, copies of the values as they were, the members' mean squared distance from the mean is measured.
+    """
+    started = time.perf_counter()
+    transport.next_round()
+    alone = len(transport.members) == 1
+    with torch.no_grad(), torch.profiler.record_function("cadenza::fly"), _abandoning(transport):
+        headers = [header] if alone else open_round(transport, header, problem=problem, describe=describe)
+        if alone and problem is not None:
+            raise NotFiniteError(problem)
+        passage = Passage(headers, shares(headers, normalise=normalise))
+        try:
+            for i, flat in enumerate(values):
+                residual = residuals[i] if residuals else None
+                done = exchange_mean(flat, transport, codec, weights=passage.weights, residual=residual)
+                passage.exchanged.add(done)
+            if origins is not None:
+                distance2 = sum(distance_squared(flat, was) for flat, was in zip(values, origins, strict=True))
+                passage.spread2 = mean_over(transport, distance2, passage.weights)
+        except TransportError as error:
+            raise RoundAbortedError(
+                f"The round at step {header.step} failed on its way; this rank's parameters are as they were, but "
+                f"other ranks may have finished it. Restore all of them from a checkpoint. {error}"
+            ) from error
+    passage.wire_s = time.perf_counter() - started
+    return passage
+
+
+def open_round(
+    transport: Transport,
+    header: Header,
+    *,
+    problem: str | None,
+    describe: Callable[[], list[str]],
+    meanwhile: Callable[[], None] | None = None,
+) -> list[Header]:
+    """Exchange headers, and return them if every member is able and about to send the same.
+
+    Otherwise all members raise the same error. `meanwhile` runs while the headers are under way.
+    """
+    header = Header(**{**header.__dict__, "able": problem is None})
+    try:
+        replies = transport.exchange(header.pack())
+        if meanwhile is not None:
+            meanwhile()
+        headers = [Header.unpack(reply) for reply in replies()]
+        if len({header.intent for header in headers}) == 1 and header.able:
+            return headers
+        raise _disagreement(transport, Stance(header.step, problem, describe()), headers)
+    except TransportError as error:
+        raise _unsent(header.step, error) from error
+
+
+def shares(headers: Sequence[Header], *, normalise: bool = False) -> list[float]:
+    """Return what each member's contribution counts, from the weights and steps in the headers.
+
+    >>> shares([Header(0, b"", True, weight=3.0), Header(0, b"", True, weight=1.0)])
+    [0.75, 0.25]
+    """
+    total = sum(header.weight for header in headers)
+    weights = [header.weight / total if total else 1 / len(headers) for header in headers]
+    if not normalise:
+        return weights
+    typical = sum(weight * header.steps for weight, header in zip(weights, headers, strict=True))
+    return [weight * typical / max(1, header.steps) for weight, header in zip(weights, headers, strict=True)]
+
+
+def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> float:
+    """Return the weighted mean of a number over the members: the same on all of them."""
+    if len(transport.members) == 1:
+        return number
+    theirs = transport.exchange(struct.pack("<d", number))()
+    return sum(weight * struct.unpack("<d", data)[0] for weight, data in zip(weights, theirs, strict=True))
+
+
+def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the squared distance of two flat tensors, without a temporary of their size."""
+    parts = zip(one.split(_PIECE), other.split(_PIECE), strict=True)
+    return sum(float((a - b).square_().sum(dtype=torch.float64)) for a, b in parts)
+
+
+class _Pipeline:
+    """The buckets of a fragment on their way through the transport's lanes: pack and launch, combine, land."""
+
+    def __init__(self, fragment: Fragment, transport: Transport) -> None:
+        self._fragment = fragment
+        self._transport = transport
+        self.buckets: list[Bucket] = []
+        self._stations: list[Lane] = []
+        self.scale = 1.0
+        self.landed = 0
+        self._packed = 0
+
+    def pack_first(self) -> None:
+        """Cut the fragment and pack the first bucket, which hides the exchange of headers."""
+        if self._fragment.problem is None:
+            self._cut(widen=False)
+            if self.buckets:
+                self._pack(0)
+
+    def run(self, land: Callable[[int, torch.Tensor], object]) -> None:
+        """Take every bucket through its stages; `land` gets its number and the mean of its values."""
+        if self.scale != 1 and any(bucket.dtype.itemsize <= 2 for bucket in self.buckets):
+            self._cut(widen=True)  # weights are not lost in 16 bits
+        count = len(self.buckets)
+        for tick in range(count + 2):
+            if tick < count:
+                self._pack(tick)
+                self._stations[tick].launch()
+            if 0 <= tick - 1 < count:
+                self._stations[tick - 1].combine()
+            if 0 <= tick - 2 < count:
+                land(tick - 2, self._stations[tick - 2].land())
+                self.landed += 1
+
+    def _cut(self, *, widen: bool) -> None:
+        self.buckets = self._fragment.buckets(self._transport.capacity, widen=widen)
+        self._stations = [_station(bucket, i, self._transport) for i, bucket in enumerate(self.buckets)]
+        self._packed = 0
+
+    def _pack(self, number: int) -> None:
+        bucket = self.buckets[number]
+        if number == self._packed:
+            self._memory = self._stations[number].outgoing(bucket.numel, bucket.dtype)
+            bucket.pack(self._memory)
+            self._packed += 1
+        if self.scale != 1:
+            self._memory.mul_(self.scale)
+
+
+def _station(bucket: Bucket, number: int, transport: Transport) -> Lane:
+    """Return the lane that a bucket uses; neighbours get different ones."""
+    lanes = transport.lanes(bucket.device)
+    return lanes[number % len(lanes)]
 
 
 @contextmanager
@@ -67,38 +262,25 @@ def _abandoning(transport: Transport) -> Iterator[None]:
     """Give the transport up when a round breaks off, whatever the reason: its members are out of step."""
     try:
         yield
-    except (DisagreementError, UnsupportedTensorError):
+    except (DisagreementError, NotFiniteError, UnsupportedTensorError):
         raise  # found by all members alike, so they are still in step
     except BaseException:
         transport.abandon()
         raise
 
 
-def _open(fragment: Fragment, transport: Transport, step: int) -> _Pipeline:
-    """Exchange headers while the first bucket is packed, and go on only if all members are about to send the same."""
-    header = Header(step, fragment.digest, able=fragment.problem is None)
-    try:
-        replies = transport.exchange(header.pack())
-        work = _Pipeline(fragment, transport)
-        work.pack_first()
-        headers = [Header.unpack(reply) for reply in replies()]
-        if len(set(headers)) > 1 or not header.able:
-            raise _disagreement(fragment, transport, step)
-    except TransportError as error:
-        raise _unsent(step, error) from error
-    return work
-
-
-def _disagreement(fragment: Fragment, transport: Transport, step: int) -> CadenzaError:
+def _disagreement(transport: Transport, stance: Stance, headers: Sequence[Header]) -> CadenzaError:
     """Collect every member's side and return the error that all of them raise."""
-    mine = Stance(step, fragment.problem, fragment.describe()).pack()
+    mine = stance.pack()
     sizes = transport.exchange(len(mine).to_bytes(8, "little"))()
     longest = max(int.from_bytes(size, "little") for size in sizes)
     replies = transport.exchange(mine.ljust(longest))()
     stances = dict(zip(transport.members, map(Stance.unpack, replies), strict=True))
-    unable = any(stance.problem for stance in stances.values())
-    kind = UnsupportedTensorError if unable else DisagreementError
-    return kind(f"{disagreement(stances)} Nothing was sent and no parameter was changed.")
+    text = f"{disagreement(stances)} Nothing was sent and no parameter was changed."
+    if not any(stance.problem for stance in stances.values()):
+        return DisagreementError(text)
+    poisoned = any(not math.isfinite(header.norm2) for header in headers)
+    return NotFiniteError(text) if poisoned else UnsupportedTensorError(text)
 
 
 def _check_content(fragment: Fragment) -> None:
@@ -111,15 +293,23 @@ def _check_content(fragment: Fragment) -> None:
         raise NothingToAverageError(_NO_GRADIENT.format(fragment.given))
 
 
-def _land_one_by_one(work: _Pipeline, step: int) -> None:
+def _land_one_by_one(work: _Pipeline, step: int, spread: bool) -> float:
+    distances: list[torch.Tensor] = []
+
+    def land(number: int, mean: torch.Tensor) -> None:
+        if spread:
+            distances.append(work.buckets[number].distance2(mean))
+        work.buckets[number].unpack(mean)
+
     try:
-        work.run(lambda number, mean: work.buckets[number].unpack(mean))
+        work.run(land)
     except TransportError as error:
         raise MixedParametersError(
             f"The round at step {step} failed on its way: {work.landed} of {len(work.buckets)} buckets hold the mean, "
             "the others this rank's own values, and other ranks may have got further or less far. Restore the "
             f"parameters from a checkpoint; atomic=True would have kept them. {error}"
         ) from error
+    return sum(float(distance) for distance in distances)
 
 
 def _land_together(work: _Pipeline, transport: Transport, step: int, number: int) -> None:
@@ -127,8 +317,8 @@ def _land_together(work: _Pipeline, transport: Transport, step: int, number: int
         transport.store, f"cadenza/round/{number}", members=len(transport.members), timeout_s=transport.timeout_s
     )
     try:
-        scratch = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in work.buckets]
-        work.run(lambda number, mean: scratch[number].copy_(mean))
+        scratch: dict[int, torch.Tensor] = {}
+        work.run(lambda number, mean: scratch.update({number: mean.clone()}))
     except BaseException as error:
         vote.abort()
         if isinstance(error, TransportError):
@@ -136,8 +326,8 @@ def _land_together(work: _Pipeline, transport: Transport, step: int, number: int
         raise
     if not vote.ready():
         raise _aborted(step, "Another rank failed, or did not come to the vote in time.")
-    for bucket, mean in zip(work.buckets, scratch, strict=True):
-        bucket.unpack(mean)
+    for number, mean in scratch.items():
+        work.buckets[number].unpack(mean)
 
 
 def _unsent(step: int, error: TransportError) -> RoundAbortedError:
@@ -150,44 +340,3 @@ def _aborted(step: int, reason: str) -> RoundAbortedError:
     return RoundAbortedError(
         f"The round at step {step} failed; by a vote, the parameters are as they were on every rank. {reason}"
     )
-
-
-class _Pipeline:
-    """The buckets of a fragment on their way through the transport's lanes: pack and launch, combine, land."""
-
-    def __init__(self, fragment: Fragment, transport: Transport) -> None:
-        able = fragment.problem is None
-        self.buckets = fragment.buckets(transport.capacity) if able else []
-        self._stations = [_station(bucket, i, transport) for i, bucket in enumerate(self.buckets)]
-        self.landed = 0
-        self._packed = 0
-
-    def pack_first(self) -> None:
-        """Pack the first bucket, which hides the exchange of headers."""
-        if self.buckets:
-            self._pack(0)
-
-    def run(self, land: Callable[[int, torch.Tensor], object]) -> None:
-        """Take every bucket through its stages; `land` gets its number and the mean of its values."""
-        count = len(self.buckets)
-        for tick in range(count + 2):
-            if tick < count:
-                self._pack(tick)
-                self._stations[tick].launch()
-            if 0 <= tick - 1 < count:
-                self._stations[tick - 1].combine()
-            if 0 <= tick - 2 < count:
-                land(tick - 2, self._stations[tick - 2].land())
-                self.landed += 1
-
-    def _pack(self, number: int) -> None:
-        if number == self._packed:
-            bucket = self.buckets[number]
-            bucket.pack(self._stations[number].outgoing(bucket.numel, bucket.dtype))
-            self._packed += 1
-
-
-def _station(bucket: Bucket, number: int, transport: Transport) -> Lane:
-    """Return the lane that a bucket uses; neighbours get different ones."""
-    lanes = transport.lanes(bucket.device)
-    return lanes[number % len(lanes)]

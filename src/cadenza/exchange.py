@@ -1,0 +1,267 @@
+"""The mean of a flat run of values over a transport, in the codec's bytes: the only place where codec meets transport.
+
+Exact values take the transport's own mean. Encoded ones are reduced by their owners: every member sends each other
+member its share, encoded; the owner of a share decodes and sums them in fp32, encodes the mean once, and sends it to
+all, who decode the same bytes. Sparse ones are gathered whole and summed by everybody alike.
+
+Error feedback keeps what encoding lost: a member's own residual, and the residual of the mean of its share.
+`Residual` holds both, and changes only when the caller commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cadenza.codecs import Codec
+from cadenza.transports import Lane, Transport
+
+__all__ = ["Exchanged", "Residual", "exchange_mean"]
+
+
+@dataclass
+class Exchanged:
+    """What an exchange cost and lost."""
+
+    bytes_sent: int = 0
+    encoded_bytes: int = 0
+    raw_bytes: int = 0
+    error2: float = 0.0
+
+    def add(self, other: Exchanged) -> None:
+        """Count another exchange in."""
+        self.bytes_sent += other.bytes_sent
+        self.encoded_bytes += other.encoded_bytes
+        self.raw_bytes += other.raw_bytes
+        self.error2 += other.error2
+
+
+@dataclass
+class Residual:
+    """What encoding has lost so far, and what is lost once the exchange that is under way is committed."""
+
+    own: torch.Tensor
+    share: torch.Tensor
+    next_own: torch.Tensor
+    next_share: torch.Tensor
+
+    @classmethod
+    def zeros(cls, values: torch.Tensor, transport: Transport, codec: Codec) -> Residual:
+        """Start with nothing lost."""
+        rows = [] if codec.sparse else list(_rows(values, transport, codec))
+        share = torch.zeros(sum(row for _, row in rows), dtype=values.dtype, device=values.device)
+        own = torch.zeros_like(values)
+        return cls(own, share, torch.zeros_like(own), torch.zeros_like(share))
+
+    def commit(self) -> None:
+        """Take over what the last exchange left."""
+        self.own, self.next_own = self.next_own, self.own
+        self.share, self.next_share = self.next_share, self.share
+
+    def clear(self) -> None:
+        """Forget what was lost."""
+        self.own.zero_()
+        self.share.zero_()
+
+
+def exchange_mean(
+    values: torch.Tensor,
+    transport: Transport,
+    codec: Codec,
+    *,
+    weights: Sequence[float],
+    residual: Residual | None = None,
+) -> Exchanged:
+    """Replace the values by their weighted sum over the members, in place; `weights` has one for each member."""
+    done = Exchanged(raw_bytes=values.numel() * values.element_size())
+    if not values.numel():
+        return done
+    if codec.exact:
+        _exchange_exact(values, transport, weights[transport.position], done)
+    elif codec.sparse:
+        _Sparse(values, transport, codec, weights, residual, done).run()
+    else:
+        _Encoded(values, transport, codec, weights, residual, done).run()
+    return done
+
+
+def _pipeline(count: int, lanes: Sequence[Lane], *stages: Callable[[int, Lane], None]) -> None:
+    """Take `count` items through the stages, each item on a lane of its own while it is under way."""
+    for tick in range(count + len(stages) - 1):
+        for delay, stage in enumerate(stages):
+            if 0 <= (item := tick - delay) < count:
+                stage(item, lanes[item % len(lanes)])
+
+
+def _exchange_exact(values: torch.Tensor, transport: Transport, weight: float, done: Exchanged) -> None:
+    members = len(transport.members)
+    done.encoded_bytes = done.raw_bytes
+    done.bytes_sent = 2 * (members - 1) * done.raw_bytes // members
+    if (factor := weight * members) != 1:
+        values.mul_(factor)
+    if members == 1:
+        return
+    parts = values.split(transport.capacity(values.device, values.dtype))
+
+    def launch(item: int, lane: Lane) -> None:
+        lane.outgoing(parts[item].numel(), values.dtype).copy_(parts[item])
+        lane.launch()
+
+    def land(item: int, lane: Lane) -> None:
+        parts[item].copy_(lane.land())
+
+    _pipeline(len(parts), transport.lanes(values.device), launch, lambda _, lane: lane.combine(), land)
+
+
+class _Encoded:
+    """Reduce by the owners of shares: encode → scatter → decode and sum → encode → gather → decode."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        transport: Transport,
+        codec: Codec,
+        weights: Sequence[float],
+        residual: Residual | None,
+        done: Exchanged,
+    ) -> None:
+        self._values, self._transport, self._codec = values, transport, codec
+        self._weights, self._residual, self._done = weights, residual, done
+        self._rows = list(_rows(values, transport, codec))
+        self._members = len(transport.members)
+        self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
+
+    def run(self) -> None:
+        lanes = self._transport.lanes(self._values.device)
+        _pipeline(len(self._rows), lanes, self._send_shares, self._reduce_share, self._receive)
+        self._done.error2 = float(self._error2)
+
+    def _send_shares(self, item: int, lane: Lane) -> None:
+        start, row = self._rows[item]
+        size = self._codec.encoded_bytes(row)
+        outgoing = lane.scatter(size)
+        for member in range(self._members):
+            at = start + member * row
+            values = _padded(self._values, at, row)
+            if self._residual is not None:
+                values = values + _padded(self._residual.own, at, row)
+            self._codec.encode(values, outgoing[member])
+            lost = values - self._decoded(outgoing[member], row)
+            self._error2 += lost.square().sum(dtype=torch.float64)
+            if self._residual is not None:
+                _put(self._residual.next_own, at, lost.mul_(self._codec.feedback or 0.0))
+        lane.launch_scatter()
+        self._done.encoded_bytes += self._members * size
+        self._done.bytes_sent += 2 * (self._members - 1) * size
+
+    def _reduce_share(self, item: int, lane: Lane) -> None:
+        _, row = self._rows[item]
+        total = torch.zeros(row, dtype=torch.float32, device=self._values.device)
+        for encoded, weight in zip(lane.scattered(), self._weights, strict=True):
+            self._codec.decode_add(encoded, total, weight)
+        at = sum(earlier for _, earlier in self._rows[:item])
+        if self._residual is not None:
+            total += self._residual.share[at : at + row]
+        outgoing = lane.gather(self._codec.encoded_bytes(row))
+        self._codec.encode(total, outgoing)
+        if self._residual is not None:
+            lost = total - self._decoded(outgoing, row)
+            self._residual.next_share[at : at + row] = lost.mul_(self._codec.feedback or 0.0)
+        lane.launch_gather()
+
+    def _receive(self, item: int, lane: Lane) -> None:
+        start, row = self._rows[item]
+        for member, encoded in enumerate(lane.gathered()):
+            _put(self._values, start + member * row, self._decoded(encoded, row))
+
+    def _decoded(self, encoded: torch.Tensor, row: int) -> torch.Tensor:
+        values = torch.empty(row, dtype=torch.float32, device=self._values.device)
+        self._codec.decode(encoded, values)
+        return values
+
+
+class _Sparse:
+    """Gather whole: a union of sparse contributions is summed by everybody, not made sparse again."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        transport: Transport,
+        codec: Codec,
+        weights: Sequence[float],
+        residual: Residual | None,
+        done: Exchanged,
+    ) -> None:
+        self._transport, self._codec = transport, codec
+        self._weights, self._residual, self._done = weights, residual, done
+        longest = _longest(transport.row_bytes(values.device), codec)
+        self._parts = values.split(longest)
+        self._own = residual.own.split(longest) if residual else ()
+        self._next_own = residual.next_own.split(longest) if residual else ()
+        self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
+
+    def run(self) -> None:
+        _pipeline(len(self._parts), self._transport.lanes(self._parts[0].device), self._send, self._receive)
+        self._done.error2 = float(self._error2)
+
+    def _send(self, item: int, lane: Lane) -> None:
+        values = self._parts[item].to(torch.float32)
+        if self._residual is not None:
+            values = values + self._own[item]
+        size = self._codec.encoded_bytes(values.numel())
+        outgoing = lane.gather(size)
+        self._codec.encode(values, outgoing)
+        kept = torch.empty_like(values)
+        self._codec.decode(outgoing, kept)
+        lost = values - kept
+        self._error2 += lost.square().sum(dtype=torch.float64)
+        if self._residual is not None:
+            self._next_own[item].copy_(lost.mul_(self._codec.feedback or 0.0))
+        lane.launch_gather()
+        self._done.encoded_bytes += size
+        self._done.bytes_sent += (len(self._weights) - 1) * size
+
+    def _receive(self, item: int, lane: Lane) -> None:
+        total = torch.zeros(self._parts[item].numel(), dtype=torch.float32, device=self._parts[item].device)
+        for encoded, weight in zip(lane.gathered(), self._weights, strict=True):
+            self._codec.decode_add(encoded, total, weight)
+        self._parts[item].copy_(total)
+
+
+def _rows(values: torch.Tensor, transport: Transport, codec: Codec) -> Iterator[tuple[int, int]]:
+    """Cut the values into rounds of one row for each member: yield where each starts, and how long its rows are."""
+    members, block = len(transport.members), codec.block
+    longest = _longest(transport.row_bytes(values.device), codec)
+    start = 0
+    while start < values.numel():
+        each = -(-(values.numel() - start) // members)
+        row = min(longest, -(-each // block) * block)
+        yield start, row
+        start += members * row
+
+
+def _longest(row_bytes: int, codec: Codec) -> int:
+    """Return the most values, a multiple of the codec's block, whose encoding fits a row."""
+    blocks = max(1, row_bytes // codec.encoded_bytes(codec.block))
+    while codec.encoded_bytes(blocks * codec.block) > row_bytes:
+        blocks -= 1
+        if not blocks:
+            raise ValueError(
+                f"One block of {codec.name} takes {codec.encoded_bytes(codec.block)} bytes, more than the {row_bytes} "
+                "that a message between so many members holds; choose a smaller block."
+            )
+    return blocks * codec.block
+
+
+def _padded(values: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """Return `size` values in fp32 from `start` on, zeros where there are none."""
+    part = values[start : start + size].to(torch.float32)
+    return part if part.numel() == size else torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
+def _put(values: torch.Tensor, start: int, part: torch.Tensor) -> None:
+    """Write a padded part back."""
+    room = max(0, min(part.numel(), values.numel() - start))
+    values[start : start + room].copy_(part[:room])

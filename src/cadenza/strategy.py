@@ -1,0 +1,181 @@
+"""A strategy is six choices: when, with whom, what, how it is written, what becomes of the mean, and what if it fails.
+
+`LevelPlan` holds those that can differ from level to level, `Strategy` the levels and the rest. Both only say what is
+wanted: a `Synchronizer` does it.
+
+>>> import cadenza
+>>> inner = LevelPlan(cadenza.every(16), groups="host")
+>>> outer = LevelPlan(cadenza.every(64), codec=cadenza.codecs.int8(), outer=cadenza.nesterov())
+>>> Strategy(levels=(inner, outer)).period
+16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cadenza.codecs import Codec, fp32
+from cadenza.fragmentation import Fragmentation, Whole
+from cadenza.outer import Outer, mean
+from cadenza.schedules import Every, Schedule, every, smallest_gap
+
+__all__ = ["Groups", "LevelPlan", "Strategy"]
+
+Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class LevelPlan:
+    """The choices of one level.
+
+    Args:
+        schedule: When; a number means that many steps.
+        groups: With whom: "all", the ranks of one "host", a number for runs of that many ranks, or explicit groups.
+        codec: How differences are written on the wire.
+        outer: What becomes of the mean.
+        name: What the level is called in reports; "level 0" and so on without one.
+
+    >>> LevelPlan(8).schedule
+    Every(period=8, offset=0)
+    """
+
+    schedule: Schedule
+    groups: Groups = "all"
+    codec: Codec = field(default_factory=fp32)
+    outer: Outer = field(default_factory=mean)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, int):
+            object.__setattr__(self, "schedule", every(self.schedule))
+        for value, wanted in ((self.schedule, "is_due"), (self.codec, "encode"), (self.outer, "update")):
+            if not hasattr(value, wanted):
+                raise TypeError(
+                    f"{value!r} cannot be a part of a level: a schedule (cadenza.every(…)), a codec "
+                    "(cadenza.codecs.int8()) and an outer update (cadenza.nesterov()) are required."
+                )
+        sized = isinstance(self.groups, int) and not isinstance(self.groups, bool) and self.groups >= 1
+        if not sized and not isinstance(self.groups, tuple) and self.groups not in ("all", "host"):
+            raise ValueError(
+                f'groups is "all", "host", a number of ranks or a tuple of tuples of ranks; got {self.groups!r}.'
+            )
+
+    @property
+    def anchored(self) -> bool:
+        """Whether the level keeps an anchor, and sends differences from it."""
+        return not self.outer.plain or not self.codec.exact
+
+    def describe(self) -> str:
+        """Return a line that is equal on two ranks if their levels are."""
+        return f"{self.schedule.describe()} with {self.groups}, {self.codec.name}, {self.outer.describe()}"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Everything that ranks must agree on before they train together.
+
+    Args:
+        levels: From the innermost, which meets most often, to the outermost.
+        fragments: What travels together; several fragments take turns.
+        warmup_steps: For how many steps gradients are averaged instead.
+        delay: How many steps training goes on between the launch of a round and its landing.
+        alpha: How much of the local value is kept when the outer update's result lands (0: none).
+        buffers: Whether floating-point buffers are averaged, and counters taken from the maximum.
+        optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands.
+        weight: How much a worker counts: all alike, by the samples given to `step`, or what a function says.
+        balanced: Give faster workers more local steps in a period, and weigh their differences accordingly.
+        offload: Keep anchors and outer state in CPU memory, and do the rounds there.
+        measure_drift: Measure how far the workers had moved apart, at the price of one more pass over the values.
+
+    >>> import cadenza
+    >>> Strategy(levels=(LevelPlan(500, outer=cadenza.nesterov()),), delay=5).delay
+    5
+    """
+
+    levels: tuple[LevelPlan, ...]
+    fragments: Fragmentation = field(default_factory=Whole)
+    warmup_steps: int = 0
+    delay: int = 0
+    alpha: float = 0.0
+    buffers: bool = False
+    optimizer_state: Literal["leave", "average", "reset"] = "leave"
+    weight: Literal["uniform", "samples"] | Callable[[], float] = "uniform"
+    balanced: bool = False
+    offload: bool = False
+    measure_drift: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        if not self.levels:
+            raise ValueError("A strategy needs at least one level: Strategy(levels=(LevelPlan(16),)).")
+        for name in ("warmup_steps", "delay"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is a whole number of steps; got {value!r}.")
+            if value < 0:
+                raise ValueError(f"{name} is not negative; got {value}.")
+        self._check_choices()
+        self._check_levels()
+        self._check_delay()
+
+    @property
+    def period(self) -> int:
+        """The steps between two rounds of the innermost level, at least."""
+        return self.levels[0].schedule.shortest_gap
+
+    def describe(self) -> str:
+        """Return the text that ranks compare at the door."""
+        weight = self.weight if isinstance(self.weight, str) else "a function"
+        lines = [f"level {i}: {level.describe()}" for i, level in enumerate(self.levels)]
+        lines += [f"fragments {self.fragments.describe()}", f"warm-up {self.warmup_steps}", f"delay {self.delay}"]
+        lines += [f"alpha {self.alpha:g}", f"buffers {self.buffers}", f"optimizer state {self.optimizer_state}"]
+        lines += [f"weight {weight}", f"balanced {self.balanced}", f"drift {self.measures_drift}"]
+        return "; ".join(lines)
+
+    @property
+    def measures_drift(self) -> bool:
+        """Whether rounds measure drift, because it was asked for or because a schedule depends on it."""
+        return self.measure_drift or any(level.schedule.uses_drift for level in self.levels)
+
+    def _check_choices(self) -> None:
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha is the share of the local value that is kept, below 1; got {self.alpha}.")
+        if self.optimizer_state not in ("leave", "average", "reset"):
+            raise ValueError(f'optimizer_state is "leave", "average" or "reset"; got {self.optimizer_state!r}.')
+        if not callable(self.weight) and self.weight not in ("uniform", "samples"):
+            raise ValueError(f'weight is "uniform", "samples" or a function without arguments; got {self.weight!r}.')
+        if self.alpha and all(level.outer.plain for level in self.levels):
+            raise ValueError(
+                "alpha mixes the local value with an outer update's result, and no level has one: a plain mean keeps "
+                "the local progress by itself. Leave alpha at 0, or choose an outer update such as nesterov()."
+            )
+
+    def _check_levels(self) -> None:
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if inner.schedule.shortest_gap > outer.schedule.shortest_gap:
+                raise ValueError(
+                    f"Levels go from the innermost, which meets most often, to the outermost; but {inner.describe()} "
+                    f"comes before {outer.describe()}. Swap them, or change their periods."
+                )
+        if self.balanced and (len(self.levels) > 1 or self.delay or not isinstance(self.levels[0].schedule, Every)):
+            raise ValueError(
+                "balanced works with one level that meets every(n) steps and no delay: other workers' steps are not "
+                "this one's, so nothing else can be counted alike."
+            )
+
+    def _check_delay(self) -> None:
+        if not self.delay:
+            return
+        gap = smallest_gap([level.schedule for level in self.levels])
+        if self.delay >= gap:
+            raise ValueError(
+                f"A round must land before the next one of its fragment is launched: delay {self.delay} is not shorter "
+                f"than the {gap} steps between them. Choose a delay below {gap}, or longer periods."
+            )
+        if self.buffers or self.optimizer_state == "average":
+            raise ValueError(
+                "Buffers and optimizer state cannot land late: an average of variances from another step can turn "
+                'negative. Use delay=0, or buffers=False and optimizer_state="leave".'
+            )

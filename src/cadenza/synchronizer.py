@@ -1,0 +1,668 @@
+"""`attach` a strategy to a model; the `Synchronizer` that it returns runs it: one `step()` after every optimizer step.
+
+Every round is launched, then landed. A launch takes copies of the values and sends them on their way, in a thread of its own if
+the strategy has a delay; a landing waits for the result and changes the parameters, in place. The clock is `step()`: the rules
+for when a round runs are pure functions of it, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+import cadenza
+from cadenza.agreement import Header
+from cadenza.door import check_door
+from cadenza.errors import CadenzaError, TopologyError
+from cadenza.fragments import Fragment
+from cadenza.models import ModelView, named
+from cadenza.observers import Observer, notify
+from cadenza.process_groups import resolve
+from cadenza.reports import RoundReport
+from cadenza.rounds import Passage, distance_squared, fly, run_round
+from cadenza.schedules import largest_due, staggered_levels
+from cadenza.strategy import Groups, LevelPlan, Strategy
+from cadenza.topology import Level, Topology
+from cadenza.tracks import Layout, Track
+from cadenza.transports import Transport, connect
+
+__all__ = ["Synchronizer", "attach"]
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    strategy: Strategy,
+    *,
+    observers: Sequence[Observer] = (),
+    topology: Topology | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    auto: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Synchronizer:
+    """Run a strategy on a model: all ranks call this, with the same model and strategy, after `init_process_group`.
+
+    The model's class and its parameters' names stay as they are. All ranks start from the values of the first.
+
+    Args:
+        model: The model, also wrapped in DistributedDataParallel, sharded by FSDP2, or compiled.
+        optimizer: The inner optimizer, or several.
+        strategy: What to do, for instance `cadenza.diloco()`.
+        observers: What gets a `RoundReport` for every round.
+        topology: With whom, if the strategy's own `groups` do not say it: one level for each of the strategy's.
+        process_group: The ranks that train together; None means everyone.
+        auto: Call `step()` by itself after every step of the (last) optimizer, for loops that a framework owns.
+        scaler: With `auto`, the GradScaler, at whose `update` the clock ticks instead: it may skip optimizer steps.
+
+    >>> import torch, torch.distributed as dist, cadenza
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sync = cadenza.attach(model, optimizer, cadenza.local_sgd(period=4))
+    >>> for _ in range(8):
+    ...     model(torch.ones(2)).backward()
+    ...     optimizer.step(); optimizer.zero_grad()
+    ...     sync.step()
+    >>> sync.finish()
+    >>> dist.destroy_process_group()
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}.")
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    view = ModelView(model, optimizers)
+    group = resolve(process_group)
+    check_door(group, terms=f"{strategy.describe()}; Cadenza {cadenza.__version__}", model=view.describe())
+    levels = _build_levels(strategy, group, topology)
+    return Synchronizer(view, strategy, levels, observers=observers, auto=auto, scaler=scaler)
+
+
+@dataclass
+class _Level:
+    """A level at work: its plan, and the transport of this rank's group."""
+
+    plan: LevelPlan
+    name: str
+    group: dist.ProcessGroup
+    transport: Transport
+
+    @property
+    def alone(self) -> bool:
+        return len(self.transport.members) == 1
+
+
+@dataclass
+class _Flight:
+    """A round on its way, from its launch to its landing."""
+
+    level: int
+    fragment: int
+    step: int
+    land_at: int
+    layout: Layout
+    values: list[torch.Tensor]
+    origins: list[torch.Tensor] | None
+    norm2: float
+    inner_lrs: dict[str, float]
+    passage: Future[Passage] = field(default_factory=Future)
+    stall_s: float = 0.0
+
+
+class Synchronizer:
+    """A strategy at work on a model; made by `attach`.
+
+    As a context manager it calls `finish` at the end of the block, but starts no collective when an exception leaves it.
+
+    >>> import torch, torch.distributed as dist, cadenza
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with cadenza.attach(model, optimizer, cadenza.diloco(period=4)) as sync:
+    ...     for _ in range(8):
+    ...         model(torch.ones(2)).backward()
+    ...         optimizer.step(); optimizer.zero_grad()
+    ...         sync.step()
+    >>> sync.clock
+    8
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        view: ModelView,
+        strategy: Strategy,
+        levels: Sequence[_Level],
+        *,
+        observers: Sequence[Observer],
+        auto: bool,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.strategy = strategy
+        self.observers = list(observers)
+        self.clock = 0
+        self._view = view
+        self._levels = list(levels)
+        self._tracks: dict[tuple[int, int], Track] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._courier = ThreadPoolExecutor(1, thread_name_prefix="cadenza") if strategy.delay else None
+        self._home = torch.device("cpu") if strategy.offload else None
+        self._samples = 0.0
+        self._counted: dict[int, float] = {}
+        self._landed_at: dict[int, int] = {}
+        self._exhausted = False
+        self._all_exhausted = False
+        self._gradients_averaged = False
+        self._balance = _Balance(strategy)
+        self._open = True
+        self._hooks: list[Callable[[], None]] = []
+        self._start_from_the_first()
+        if not strategy.warmup_steps:
+            self._end_warmup()
+        if auto:
+            self._hook_optimizer(scaler)
+        elif scaler is not None:
+            raise ValueError("scaler belongs to auto=True; without it, call sync.step() after scaler.update().")
+
+    # ---- what users call -------------------------------------------------------------------------------------------
+
+    def step(self, *, samples: float = 0.0) -> None:
+        """Count one optimizer step, land what is due, launch what is due.
+
+        Args:
+            samples: How many samples the step has used, where the strategy weighs by samples.
+        """
+        self._check_open()
+        self.clock += 1
+        self._samples += samples
+        if self.clock <= self.strategy.warmup_steps:
+            self._count_warmup_step()
+            return
+        for fragment in [f for f, flight in self._flights.items() if flight.land_at <= self.clock]:
+            self._land(self._flights.pop(fragment))
+        n = self._balance.tick(self.clock - self.strategy.warmup_steps)
+        if n is not None:
+            self._launch_due(n)
+
+    def average_gradients(self) -> None:
+        """Average the gradients during the warm-up, after backward and before unscaling or clipping; later do nothing.
+
+        Under DistributedDataParallel it is not needed: DDP does it.
+        """
+        self._check_open()
+        if self.clock >= self.strategy.warmup_steps or self._view.ddp is not None:
+            return
+        gradients = {name: p.grad for name, p in self._view.parameters().items() if p.grad is not None}
+        self._average_in_place(gradients, self._levels[-1])
+        self._gradients_averaged = True
+
+    def drain(self) -> None:
+        """Answer rounds with weight 0, for a worker that has run out of data, until all workers have."""
+        self._check_open()
+        self._exhausted = True
+        while not self._all_exhausted:
+            self.step()
+
+    def finish(self) -> None:
+        """Land what is in flight, run one last global round, and close: all ranks end with equal parameters."""
+        self._check_open()
+        for fragment in sorted(self._flights):
+            self._land(self._flights.pop(fragment))
+        last = len(self._levels) - 1
+        if self.clock > self.strategy.warmup_steps:
+            for fragment in range(len(self._fragments())):
+                if self._landed_at.get(fragment) != self.clock:
+                    self._run(last, fragment, delay=0)
+        self.close()
+
+    @contextmanager
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """Give the model the mean of all workers' parameters inside the block, and their own back after it.
+
+        All ranks enter and leave together. Rounds in flight stay in flight.
+        """
+        self._check_open()
+        self._wait_for_courier()
+        tensors: dict[str, torch.Tensor] = {**self._view.parameters()}
+        if self.strategy.buffers:
+            tensors |= self._view.float_buffers()
+        kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._average_in_place(tensors, self._levels[-1])
+        try:
+            yield self._view.model
+        finally:
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(kept[name])
+
+    def close(self) -> None:
+        """Let go of threads, hooks and groups without any collective; parameters stay as they are."""
+        if not self._open:
+            return
+        self._open = False
+        for remove in self._hooks:
+            remove()
+        if self._courier is not None:
+            self._courier.shutdown(wait=False, cancel_futures=True)
+        self._flights.clear()
+        for level in self._levels:
+            level.transport.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None and self._open:
+            self.finish()
+        else:
+            self.close()
+
+    # ---- launching and landing -------------------------------------------------------------------------------------
+
+    def _launch_due(self, n: int) -> None:
+        for fragment in range(len(self._fragments())):
+            tracks = [self._track(level, fragment) for level in range(len(self._levels))]
+            due = [track.schedule.is_due(n, track.schedule_state) for track in tracks]
+            level = largest_due(due)
+            if level is None:
+                continue
+            if fragment in self._flights:  # a delay that a changing period has overtaken
+                self._land(self._flights.pop(fragment))
+            drift = self._run(level, fragment, delay=self.strategy.delay)
+            for track, was_due in zip(tracks, due, strict=True):
+                if was_due:
+                    track.schedule_state = track.schedule.after_round(n, track.schedule_state, drift)
+
+    def _run(self, number: int, fragment: int, *, delay: int) -> float | None:
+        """Launch a round and, without a delay, land it; return its drift if that is known already."""
+        level = self._levels[number]
+        if level.alone and not level.plan.anchored:
+            self._landed_at[fragment] = self.clock
+            return 0.0
+        layout = self._layout(fragment)
+        if not delay and not level.plan.anchored:
+            return self._average_now(number, fragment, layout)
+        started = time.perf_counter()
+        flight = self._launch(number, fragment, layout, delay)
+        flight.stall_s = time.perf_counter() - started
+        if delay:
+            self._flights[fragment] = flight
+            return None
+        return self._land(flight)
+
+    @torch.no_grad()
+    def _launch(self, number: int, fragment: int, layout: Layout, delay: int) -> _Flight:
+        level, track = self._levels[number], self._track(number, fragment)
+        track.fit(layout, level.transport)
+        values = layout.pack()
+        late_mean = delay > 0 and level.plan.outer.plain
+        origins = [flat.clone() for flat in values] if late_mean else None
+        if level.plan.anchored:
+            for anchor, flat in zip(track.anchors, values, strict=True):
+                torch.sub(anchor, flat, out=flat)
+        norm2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in values)
+        problem = self._not_finite(layout, norm2)
+        flight = _Flight(
+            number, fragment, self.clock, self.clock + delay, layout, values, origins, norm2, self._view.inner_lrs()
+        )
+        header = self._header(layout, number, fragment, norm2)
+
+        def go() -> Passage:
+            return fly(
+                values,
+                level.transport,
+                header,
+                level.plan.codec,
+                problem=problem,
+                describe=layout.fragment.describe,
+                residuals=track.residuals,
+                normalise=self.strategy.balanced,
+                origins=origins if not level.plan.anchored and self.strategy.measures_drift else None,
+            )
+
+        if self._courier is not None and delay:
+            flight.passage = self._courier.submit(go)
+        else:
+            self._wait_for_courier()
+            flight.passage.set_result(go())
+        return flight
+
+    @torch.no_grad()
+    def _land(self, flight: _Flight) -> float | None:
+        started = time.perf_counter()
+        level, track = self._levels[flight.level], self._track(flight.level, flight.fragment)
+        passage = flight.passage.result()
+        drift = self._drift(flight, passage, track)
+        if level.plan.anchored:
+            track.update(flight.values, flight.inner_lrs)
+            landed = track.anchors
+        else:
+            landed = flight.values
+        self._write(flight, landed, level.plan)
+        track.rounds += 1
+        self._after_landing(flight.level, flight.fragment, flight.layout, landed, passage)
+        flight.stall_s += time.perf_counter() - started
+        self._report(flight, passage, drift)
+        return drift
+
+    def _write(self, flight: _Flight, landed: Sequence[torch.Tensor], plan: LevelPlan) -> None:
+        """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
+        layout = self._layout(flight.fragment) if flight.land_at > flight.step else flight.layout
+        if flight.origins is not None:
+            now = layout.pack()
+            for flat, origin, value in zip(now, flight.origins, landed, strict=True):
+                flat.sub_(origin).add_(value)
+            layout.unpack(now)
+        elif self.strategy.alpha and not plan.outer.plain:
+            now = layout.pack()
+            for flat, value in zip(now, landed, strict=True):
+                flat.lerp_(value, 1 - self.strategy.alpha)
+            layout.unpack(now)
+        else:
+            layout.unpack(landed)
+
+    def _average_now(self, number: int, fragment: int, layout: Layout) -> float | None:
+        """Average the fragment in place, bucket by bucket: no copies, so only the lanes are extra memory."""
+        started = time.perf_counter()
+        self._wait_for_courier()
+        level, track = self._levels[number], self._track(number, fragment)
+        norm2 = layout.fragment.norm2()
+        problem = self._not_finite(layout, norm2)
+        header = self._header(layout, number, fragment, norm2)
+        spread = self.strategy.measures_drift
+        with torch.no_grad():
+            passage = run_round(layout.fragment, level.transport, header, problem=problem, spread=spread)
+        track.rounds += 1
+        self._after_landing(number, fragment, layout, None, passage)
+        flight = _Flight(number, fragment, self.clock, self.clock, layout, [], None, norm2, {})
+        drift = math.sqrt(passage.spread2 / max(layout.fragment.norm2(), 1e-300)) if spread else None
+        flight.stall_s = time.perf_counter() - started
+        self._report(flight, passage, drift)
+        return drift
+
+    def _after_landing(
+        self, number: int, fragment: int, layout: Layout, landed: Sequence[torch.Tensor] | None, passage: Passage
+    ) -> None:
+        """Bring what depends on the parameters up to date: inner anchors, buffers, optimizer state, counts."""
+        for inner in range(number):
+            track = self._track(inner, fragment)
+            if track.plan.anchored:
+                track.fit(layout, self._levels[inner].transport)
+                track.set_anchor(layout.pack() if landed is None else landed)
+        level = self._levels[number]
+        if self.strategy.buffers and fragment == 0:
+            self._average_in_place(self._view.float_buffers(), level)
+            self._take_largest(self._view.counters(), level)
+        if self.strategy.optimizer_state == "average":
+            self._average_in_place(self._view.optimizer_tensors(layout.names), level)
+        elif self.strategy.optimizer_state == "reset":
+            self._view.reset_optimizer_state(layout.names)
+        elif level.plan.outer.needs_inner_lr:
+            self._view.reset_momentum(layout.names)
+        self._all_exhausted = all(header.exhausted for header in passage.headers)
+        self._balance.learn(passage.headers, level.transport.position)
+        if number == len(self._levels) - 1:
+            self._landed_at[fragment] = self.clock
+
+    # ---- the pieces of a round -------------------------------------------------------------------------------------
+
+    def _fragments(self) -> list[list[str]]:
+        """Return the names of each fragment's parameters, now."""
+        sizes = [(name, p.numel() * p.element_size()) for name, p in self._view.parameters().items()]
+        return self.strategy.fragments.split(sizes)
+
+    def _layout(self, fragment: int) -> Layout:
+        layout = Layout(named(self._view.parameters(), self._fragments()[fragment]), home=self._home)
+        for level in self._levels:
+            members = level.transport.members
+            layout.fragment.refuse_mesh_overlap(members, members[level.transport.position])
+        return layout
+
+    def _track(self, level: int, fragment: int) -> Track:
+        if (level, fragment) not in self._tracks:
+            count = len(self._fragments())
+            schedules = [plan.schedule for plan in self.strategy.levels]
+            turns = staggered_levels(schedules, fragment, count) if count > 1 else schedules
+            self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level])
+        return self._tracks[level, fragment]
+
+    def _header(self, layout: Layout, level: int, fragment: int, norm2: float) -> Header:
+        digest = bytes(a ^ b for a, b in zip(layout.fragment.digest, struct.pack("<qq", level, fragment), strict=True))
+        return Header(
+            self.clock if not self.strategy.balanced else 0,
+            digest,
+            able=True,
+            exhausted=self._exhausted,
+            weight=self._weight(fragment),
+            norm2=norm2,
+            speed=self._balance.speed(),
+            steps=self._balance.steps,
+        )
+
+    def _weight(self, fragment: int) -> float:
+        if self._exhausted:
+            return 0.0
+        if self.strategy.weight == "samples":
+            weight = self._samples - self._counted.get(fragment, 0.0)
+            self._counted[fragment] = self._samples
+        elif callable(self.strategy.weight):
+            weight = float(self.strategy.weight())
+        else:
+            return 1.0
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"A worker's weight is a number that is not negative; got {weight}.")
+        return weight
+
+    def _not_finite(self, layout: Layout, norm2: float) -> str | None:
+        if layout.fragment.problem is not None:
+            return layout.fragment.problem
+        if math.isfinite(norm2):
+            return None
+        which = layout.fragment.first_not_finite() or "the difference from the anchor"
+        return f"{which} is not finite (NaN or infinity) at step {self.clock}."
+
+    def _drift(self, flight: _Flight, passage: Passage, track: Track) -> float | None:
+        """Return how far the workers had moved apart, relative to the size of the mean; the same on all ranks."""
+        if not self.strategy.measures_drift or self.strategy.balanced:
+            return None
+        if not track.plan.anchored:
+            size2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in flight.values)
+            return math.sqrt(passage.spread2 / max(size2, 1e-300))
+        mean2 = sum(w * header.norm2 for w, header in zip(passage.weights, passage.headers, strict=True))
+        of_mean2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in flight.values)
+        size2 = sum(distance_squared(a, flat) for a, flat in zip(track.anchors, flight.values, strict=True))
+        return math.sqrt(max(0.0, mean2 - of_mean2) / max(size2, 1e-300))
+
+    def _report(self, flight: _Flight, passage: Passage, drift: float | None) -> None:
+        level = self._levels[flight.level]
+        done, exact = passage.exchanged, level.plan.codec.exact
+        report = RoundReport(
+            step=flight.step,
+            level=flight.level,
+            level_name=level.name,
+            fragment=flight.fragment,
+            fragment_name=f"fragment {flight.fragment}",
+            bytes_sent=done.bytes_sent,
+            encoded_bytes=done.encoded_bytes,
+            raw_bytes=done.raw_bytes,
+            stall_s=flight.stall_s,
+            wire_s=passage.wire_s,
+            delay=flight.land_at - flight.step,
+            drift=drift,
+            codec=level.plan.codec.name,
+            codec_error=None if exact or not flight.norm2 else math.sqrt(done.error2 / flight.norm2),
+            weights=tuple(passage.weights),
+            participants=tuple(level.transport.members),
+        )
+        notify(self.observers, report)
+
+    # ---- other tensors ---------------------------------------------------------------------------------------------
+
+    def _average_in_place(self, tensors: Mapping[str, torch.Tensor], level: _Level) -> None:
+        if not tensors or level.alone:
+            return
+        names = list(tensors)
+        fragment = Fragment(list(tensors.values()), label=lambda i: names[i])
+        with torch.no_grad():
+            run_round(fragment, level.transport, Header(self.clock, fragment.digest, able=True))
+
+    def _take_largest(self, counters: Mapping[str, torch.Tensor], level: _Level) -> None:
+        """Give integer buffers the largest value that any member has."""
+        if not counters or level.alone:
+            return
+        mine = torch.cat([counter.reshape(-1).to("cpu", torch.int64) for counter in counters.values()])
+        replies = level.transport.exchange(mine.numpy().tobytes())()
+        largest = torch.stack([torch.frombuffer(bytearray(reply), dtype=torch.int64) for reply in replies]).amax(0)
+        parts = largest.split([counter.numel() for counter in counters.values()])
+        for counter, part in zip(counters.values(), parts, strict=True):
+            counter.copy_(part.view(counter.shape))
+
+    def _start_from_the_first(self) -> None:
+        """Give every rank the values of the first rank of its outermost group."""
+        level = self._levels[-1]
+        if level.alone:
+            return
+        tensors: dict[str, torch.Tensor] = {**self._view.parameters(), **self._view.float_buffers()}
+        fragment = Fragment(list(tensors.values()))
+        fragment.refuse_mesh_overlap(level.transport.members, level.transport.members[level.transport.position])
+        if fragment.problem is not None:
+            raise TopologyError(fragment.problem)
+        with torch.no_grad():
+            for bucket in fragment.buckets(level.transport.capacity):
+                memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+                bucket.pack(memory)
+                dist.broadcast(memory, src=level.transport.members[0], group=level.group)
+                bucket.unpack(memory)
+
+    # ---- the clock -------------------------------------------------------------------------------------------------
+
+    def _count_warmup_step(self) -> None:
+        if self._view.ddp is None and not self._gradients_averaged:
+            raise CadenzaError(
+                f"Step {self.clock} belongs to the warm-up ({self.strategy.warmup_steps} steps), in which gradients are "
+                "averaged: call sync.average_gradients() after backward() and before optimizer.step()."
+            )
+        self._gradients_averaged = False
+        if self.clock == self.strategy.warmup_steps:
+            self._end_warmup()
+
+    def _end_warmup(self) -> None:
+        """Go over to local steps: DDP over all ranks falls silent, anchors are taken."""
+        ddp = self._view.ddp
+        if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) >= set(
+            self._levels[-1].transport.members
+        ):
+            self._view.quiet_ddp()
+        for fragment in range(len(self._fragments())):
+            layout = self._layout(fragment)
+            for number, level in enumerate(self._levels):
+                self._track(number, fragment).fit(layout, level.transport)
+
+    def _wait_for_courier(self) -> None:
+        """Wait until the thread has no round under way: collectives are issued in one order on every rank."""
+        for flight in self._flights.values():
+            flight.passage.exception()
+
+    def _hook_optimizer(self, scaler: torch.amp.GradScaler | None) -> None:
+        this = weakref.ref(self)
+
+        def tick(*_: Any) -> None:
+            synchronizer = this()
+            if synchronizer is not None and synchronizer._open:
+                synchronizer.step()
+
+        if scaler is not None:
+            if self.strategy.warmup_steps and self._view.ddp is None:
+                raise ValueError(
+                    "With a GradScaler, gradients must be averaged before they are unscaled: call "
+                    "sync.average_gradients() in the loop, and use auto=False."
+                )
+            update = scaler.update
+
+            def update_and_tick(*args: Any, **options: Any) -> None:
+                update(*args, **options)
+                tick()
+
+            scaler.update = update_and_tick  # type: ignore[method-assign]
+            self._hooks.append(lambda: setattr(scaler, "update", update))
+            return
+        last = self._view.optimizers[-1]
+        self._hooks.append(last.register_step_post_hook(tick).remove)
+        if self.strategy.warmup_steps and self._view.ddp is None:
+            first = self._view.optimizers[0]
+            self._hooks.append(first.register_step_pre_hook(lambda *_: self.average_gradients()).remove)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise CadenzaError("This synchronizer is finished; attach a new one to go on training.")
+
+
+class _Balance:
+    """How many local steps this worker takes in a period: as many as its speed allows, the mean being the period."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._on = strategy.balanced
+        self._period = strategy.period
+        self.quota = self._period
+        self.steps = 0
+        self._periods = 0
+        self._started = time.perf_counter()
+
+    def tick(self, n: int) -> int | None:
+        """Count a local step; return the step that schedules see, or None inside a period."""
+        self.steps += 1
+        if not self._on:
+            return n
+        if self.steps < self.quota:
+            return None
+        self._periods += 1
+        return self._periods * self._period
+
+    def speed(self) -> float:
+        """Return the local steps a second since the last round."""
+        return self.steps / max(1e-9, time.perf_counter() - self._started) if self._on else 0.0
+
+    def learn(self, headers: Sequence[Header], position: int) -> None:
+        """Set the quota from the speeds that all members know alike."""
+        self.steps = 0
+        self._started = time.perf_counter()
+        if self._on:
+            mean = sum(header.speed for header in headers) / len(headers)
+            self.quota = max(1, round(self._period * headers[position].speed / mean)) if mean else self._period
+
+
+def _build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topology | None) -> list[_Level]:
+    ranks = dist.get_process_group_ranks(group)
+    if topology is None:
+        topology = Topology(tuple(_partition(plan.groups, ranks, group) for plan in strategy.levels))
+    if len(topology.levels) != len(strategy.levels):
+        raise TopologyError(
+            f"The topology has {len(topology.levels)} levels and the strategy {len(strategy.levels)}; they must match."
+        )
+    levels = []
+    for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
+        own = dist.new_group(list(partition.group_of(dist.get_rank())), use_local_synchronization=True)
+        assert isinstance(own, dist.ProcessGroup)
+        levels.append(_Level(plan, plan.name or f"level {i}", own, connect(own)))
+    return levels
+
+
+def _partition(groups: Groups, ranks: Sequence[int], within: dist.ProcessGroup) -> Level:
+    if groups == "all":
+        return Level((tuple(ranks),))
+    if groups == "host":
+        return Topology.from_hosts(within=within).levels[0]
+    if isinstance(groups, int):
+        return Topology.from_sizes([groups], ranks=ranks).levels[0]
+    return Level(groups)

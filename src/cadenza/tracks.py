@@ -1,0 +1,163 @@
+"""What a level remembers of a fragment between rounds: its schedule's state, its anchor, outer state and residuals.
+
+Values are kept flat, one tensor for each precision and device, and named by parameter where they are saved or where the
+parameters of the fragment change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from cadenza.exchange import Residual
+from cadenza.fragments import Bucket, Fragment
+from cadenza.schedules import Schedule
+from cadenza.strategy import LevelPlan
+from cadenza.transports import Transport
+
+__all__ = ["Layout", "Track"]
+
+
+class Layout:
+    """A fragment's parameters as they lie in flat tensors, now."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None) -> None:
+        self.names = list(named)
+        self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {self.names[i]}")
+        self.strips, places = self.fragment.strips(home)
+        self.places = {self.names[position]: place for position, place in places.items()}
+
+    def pack(self) -> list[torch.Tensor]:
+        """Return flat copies of the values."""
+        flats = [self._empty(strip) for strip in self.strips]
+        for strip, flat in zip(self.strips, flats, strict=True):
+            strip.pack(flat)
+        return flats
+
+    def unpack(self, flats: Sequence[torch.Tensor]) -> None:
+        """Write flat values into the parameters, in place."""
+        for strip, flat in zip(self.strips, flats, strict=True):
+            strip.unpack(flat)
+
+    def slices(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter's name and its part of the flat values."""
+        for name, (strip, where) in self.places.items():
+            yield name, flats[strip][where]
+
+    def _empty(self, strip: Bucket) -> torch.Tensor:
+        pinned = strip.device.type == "cpu" and any(piece.is_cuda for piece in strip.pieces)
+        return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device, pin_memory=pinned)
+
+
+class Track:
+    """A level's memory of one fragment."""
+
+    def __init__(self, plan: LevelPlan, schedule: Schedule) -> None:
+        self.plan = plan
+        self.schedule = schedule
+        self.schedule_state = schedule.start()
+        self.rounds = 0
+        self.anchors: list[torch.Tensor] = []
+        self.outer_states: list[dict[str, torch.Tensor]] = []
+        self.residuals: list[Residual] | None = None
+        self._layout: Layout | None = None
+
+    def fit(self, layout: Layout, transport: Transport) -> None:
+        """Make the memory fit the parameters: new ones start from their values, old ones keep what they had."""
+        known = self._layout
+        self._layout = layout
+        if not self.plan.anchored or (known is not None and known.places == layout.places):
+            return
+        anchors = layout.pack()
+        outer_states = [self.plan.outer.init(anchor) for anchor in anchors]
+        if known is not None:
+            self._carry_over(known, layout, anchors, outer_states)
+        self.anchors, self.outer_states = anchors, outer_states
+        if self.plan.codec.feedback is not None:
+            self.residuals = [Residual.zeros(anchor, transport, self.plan.codec) for anchor in anchors]
+
+    def set_anchor(self, flats: Sequence[torch.Tensor]) -> None:
+        """Start anew from values on which a larger level has agreed; momentum is kept, residuals are forgotten."""
+        for anchor, flat in zip(self.anchors, flats, strict=True):
+            anchor.copy_(flat)
+        for residual in self.residuals or ():
+            residual.clear()
+
+    def update(self, deltas: Sequence[torch.Tensor], inner_lrs: Mapping[str, float]) -> None:
+        """Make the new anchor of the mean difference."""
+        assert self._layout is not None
+        _clip(deltas, self.plan.outer.clip)
+        for i, (anchor, delta) in enumerate(zip(self.anchors, deltas, strict=True)):
+            if not self.plan.outer.needs_inner_lr:
+                self.plan.outer.update(anchor, delta, self.outer_states[i], rounds=self.rounds)
+                continue
+            for name, (strip, where) in self._layout.places.items():
+                if strip == i:
+                    state = {key: value[where] if value.ndim else value for key, value in self.outer_states[i].items()}
+                    lr = inner_lrs.get(name, 0.0)
+                    self.plan.outer.update(anchor[where], delta[where], state, rounds=self.rounds, inner_lr=lr)
+        for residual in self.residuals or ():
+            residual.commit()
+
+    def shared_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is the same on all members, by key: anchors and outer state."""
+        yield from self._named("anchor", self.anchors)
+        keys = {key: None for state in self.outer_states for key in state}
+        for key in keys:
+            tensors = [state[key] for state in self.outer_states]
+            if tensors[0].ndim:
+                yield from self._named(f"outer/{key}", tensors)
+            else:
+                yield from ((f"outer/{key}/{i}", tensor) for i, tensor in enumerate(tensors))
+
+    def worker_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is this member's own, by key: residuals."""
+        if self.residuals:
+            yield from self._named("residual", [residual.own for residual in self.residuals])
+            yield from ((f"share/{i}", residual.share) for i, residual in enumerate(self.residuals))
+
+    def load(self, shared: Mapping[str, torch.Tensor], worker: Callable[[str], torch.Tensor | None]) -> None:
+        """Take saved tensors over, in place; what was not saved stays as it is."""
+        for key, tensor in self.shared_state():
+            if key in shared:
+                tensor.copy_(shared[key].reshape(tensor.shape))
+        for key, tensor in self.worker_state():
+            saved = worker(key)
+            if saved is not None and saved.shape == tensor.shape:
+                tensor.copy_(saved)
+            else:
+                tensor.zero_()
+
+    def _named(self, kind: str, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._layout is not None and flats:
+            for name, part in self._layout.slices(flats):
+                yield f"{kind}/{name}", part
+
+    def _carry_over(
+        self,
+        known: Layout,
+        layout: Layout,
+        anchors: Sequence[torch.Tensor],
+        outer_states: Sequence[Mapping[str, torch.Tensor]],
+    ) -> None:
+        for name, (strip, where) in layout.places.items():
+            if name not in known.places:
+                continue
+            old_strip, old_where = known.places[name]
+            anchors[strip][where] = self.anchors[old_strip][old_where]
+            for key, value in self.outer_states[old_strip].items():
+                target = outer_states[strip][key]
+                if target.ndim:
+                    target[where] = value[old_where]
+                else:
+                    target.copy_(value)
+
+
+def _clip(deltas: Sequence[torch.Tensor], limit: float | None) -> None:
+    if limit is None:
+        return
+    norm = torch.stack([torch.linalg.vector_norm(delta, dtype=torch.float64).cpu() for delta in deltas]).norm()
+    if norm > limit:
+        for delta in deltas:
+            delta.mul_(float(limit / norm))
