@@ -109,6 +109,7 @@ class RankPool:
         expect_dead: Collection[int] = (),
         init: bool = True,
         env: Mapping[str, str] | None = None,
+        discard: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """The results of ``function(*args, **kwargs)`` on ``world_size`` ranks, in rank order.
@@ -119,6 +120,7 @@ class RankPool:
             expect_dead: Ranks that must die in the call; their result is None.
             init: Without it no group is initialised, but ``init_process_group("gloo")`` finds the store by itself.
             env: Environment variables that the ranks get beside those of torchrun.
+            discard: Use the processes no more after this call, since it leaves collectives hanging in them.
         """
         ranks = self._checkout(world_size)
         self._calls += 1
@@ -142,7 +144,7 @@ class RankPool:
                 ranks[index].connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
             call.collect(timeout_s)
         finally:
-            if call.complete:
+            if call.complete and not discard:
                 for rank in ranks:
                     rank.connection.send_bytes(RELEASE)
             else:  # also after Ctrl-C: whoever is in an unknown state is replaced at the next call
