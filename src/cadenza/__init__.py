@@ -1,9 +1,52 @@
 """Cadenza trains one PyTorch model on many workers that talk seldom.
 
-Today it holds the drop-in for torch's model averaging: `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and
-`cadenza.optim` take the place of torch's modules of the same names.
+A *strategy* is six choices; a *synchronizer*, made by `attach`, runs it; every round is *launched*, then *landed*. The
+drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
 """
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+from cadenza import codecs, observers, outer
+from cadenza.fragmentation import by_bytes, by_layers, whole
+from cadenza.outer import nesterov
+from cadenza.presets import (
+    diloco,
+    hierarchical,
+    local_sgd,
+    post_local_sgd,
+    slowmo,
+    sparse_loco,
+    streaming_diloco,
+)
+from cadenza.reports import RoundReport
+from cadenza.schedules import adaptive, changing, every
+from cadenza.strategy import LevelPlan, Strategy
+from cadenza.synchronizer import Synchronizer, attach
+from cadenza.topology import Topology
+
+__all__ = [
+    "LevelPlan",
+    "RoundReport",
+    "Strategy",
+    "Synchronizer",
+    "Topology",
+    "__version__",
+    "adaptive",
+    "attach",
+    "by_bytes",
+    "by_layers",
+    "changing",
+    "codecs",
+    "diloco",
+    "every",
+    "hierarchical",
+    "local_sgd",
+    "nesterov",
+    "observers",
+    "outer",
+    "post_local_sgd",
+    "slowmo",
+    "sparse_loco",
+    "streaming_diloco",
+    "whole",
+]

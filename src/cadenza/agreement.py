@@ -129,9 +129,7 @@ Pass the same parameters, in the same order, on every rank.
             "every rank, and have the same strides."
         )
     more = f" {len(differing)} parameters differ in all." if len(differing) > 1 else ""
-    return (
-        f"The ranks disagree on {what}. {_told(_sides(differing[0]))}.{more} {mend}{_hint(differing[0])}."
-    )
+    return f"The ranks disagree on {what}. {_told(_sides(differing[0]))}.{more} {mend}{_hint(differing[0])}."
 
 
 def _hint(row: Mapping[int, str]) -> str:

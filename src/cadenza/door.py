@@ -1,7 +1,8 @@
 """The check at the door: ranks compare what they are about to train, through the store, before any collective.
 
-Tensors of different sizes abort the process inside a collective, and different models of equal size average to garbage. So
-every rank writes down what it holds, reads what the others hold, and all raise the same error if there is a difference.
+Tensors of different sizes abort the process inside a collective, and different models of equal size average to
+garbage. So every rank writes down what it holds, reads what the others hold, and all raise the same error if there is
+a difference.
 """
 
 from __future__ import annotations

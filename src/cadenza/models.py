@@ -85,16 +85,18 @@ class ModelView:
     def _refuse_what_cannot_work(self) -> None:
         parameters = self.parameters()
         if not parameters:
-            raise UnsupportedModelError("The model has no parameter with requires_grad=True, so there is nothing to train.")
+            raise UnsupportedModelError(
+                "The model has no parameter with requires_grad=True, so there is nothing to train."
+            )
         for name, parameter in parameters.items():
             if parameter.is_meta:
                 raise UnsupportedModelError(f"Parameter {name} is on the meta device: materialise the model first.")
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None and mesh.ndim > 1 and _replicated(parameter):
                 raise UnsupportedModelError(
-                    f"Parameter {name} is replicated by FSDP2 itself (a mesh of {mesh.ndim} dimensions): it would average "
-                    "gradients in every step. Give fully_shard only the shard dimension, mesh['shard'], and Cadenza the "
-                    "other: topology=Topology.from_mesh(mesh, ['replicate'])."
+                    f"Parameter {name} is replicated by FSDP2 itself (a mesh of {mesh.ndim} dimensions): it would "
+                    "average gradients in every step. Give fully_shard only the shard dimension, mesh['shard'], and "
+                    "Cadenza the other: topology=Topology.from_mesh(mesh, ['replicate'])."
                 )
 
 

@@ -193,7 +193,8 @@ def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> 
     if len(transport.members) == 1:
         return number
     theirs = transport.exchange(struct.pack("<d", number))()
-    return sum(weight * struct.unpack("<d", data)[0] for weight, data in zip(weights, theirs, strict=True))
+    numbers: list[float] = [struct.unpack("<d", data)[0] for data in theirs]
+    return sum(weight * number for weight, number in zip(weights, numbers, strict=True))
 
 
 def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -1,8 +1,8 @@
 """`attach` a strategy to a model; the `Synchronizer` that it returns runs it: one `step()` after every optimizer step.
 
-Every round is launched, then landed. A launch takes copies of the values and sends them on their way, in a thread of its own if
-the strategy has a delay; a landing waits for the result and changes the parameters, in place. The clock is `step()`: the rules
-for when a round runs are pure functions of it, so all ranks decide alike.
+Every round is launched, then landed. A launch takes copies of the values and sends them on their way, in a thread of
+its own if the strategy has a delay; a landing waits for the result and changes the parameters, in place. The clock is
+`step()`: the rules for when a round runs are pure functions of it, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,19 +22,20 @@ import torch.distributed as dist
 
 import cadenza
 from cadenza.agreement import Header
+from cadenza.balance import Balance
 from cadenza.door import check_door
-from cadenza.errors import CadenzaError, TopologyError
-from cadenza.fragments import Fragment
+from cadenza.errors import CadenzaError
+from cadenza.flights import Flight
+from cadenza.levels import LevelGroup, build_levels
 from cadenza.models import ModelView, named
 from cadenza.observers import Observer, notify
 from cadenza.process_groups import resolve
 from cadenza.reports import RoundReport
 from cadenza.rounds import Passage, distance_squared, fly, run_round
 from cadenza.schedules import largest_due, staggered_levels
-from cadenza.strategy import Groups, LevelPlan, Strategy
-from cadenza.topology import Level, Topology
+from cadenza.strategy import Strategy
+from cadenza.topology import Topology
 from cadenza.tracks import Layout, Track
-from cadenza.transports import Transport, connect
 
 __all__ = ["Synchronizer", "attach"]
 
@@ -78,50 +78,22 @@ def attach(
     >>> dist.destroy_process_group()
     """
     if not isinstance(strategy, Strategy):
-        raise TypeError(f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}.")
+        raise TypeError(
+            f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
+        )
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     view = ModelView(model, optimizers)
     group = resolve(process_group)
     check_door(group, terms=f"{strategy.describe()}; Cadenza {cadenza.__version__}", model=view.describe())
-    levels = _build_levels(strategy, group, topology)
+    levels = build_levels(strategy, group, topology)
     return Synchronizer(view, strategy, levels, observers=observers, auto=auto, scaler=scaler)
-
-
-@dataclass
-class _Level:
-    """A level at work: its plan, and the transport of this rank's group."""
-
-    plan: LevelPlan
-    name: str
-    group: dist.ProcessGroup
-    transport: Transport
-
-    @property
-    def alone(self) -> bool:
-        return len(self.transport.members) == 1
-
-
-@dataclass
-class _Flight:
-    """A round on its way, from its launch to its landing."""
-
-    level: int
-    fragment: int
-    step: int
-    land_at: int
-    layout: Layout
-    values: list[torch.Tensor]
-    origins: list[torch.Tensor] | None
-    norm2: float
-    inner_lrs: dict[str, float]
-    passage: Future[Passage] = field(default_factory=Future)
-    stall_s: float = 0.0
 
 
 class Synchronizer:
     """A strategy at work on a model; made by `attach`.
 
-    As a context manager it calls `finish` at the end of the block, but starts no collective when an exception leaves it.
+    As a context manager it calls `finish` at the end of the block, but starts no collective when an exception leaves
+    it.
 
     >>> import torch, torch.distributed as dist, cadenza
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -141,7 +113,7 @@ class Synchronizer:
         self,
         view: ModelView,
         strategy: Strategy,
-        levels: Sequence[_Level],
+        levels: Sequence[LevelGroup],
         *,
         observers: Sequence[Observer],
         auto: bool,
@@ -153,19 +125,19 @@ class Synchronizer:
         self._view = view
         self._levels = list(levels)
         self._tracks: dict[tuple[int, int], Track] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="cadenza") if strategy.delay else None
         self._home = torch.device("cpu") if strategy.offload else None
         self._samples = 0.0
         self._counted: dict[int, float] = {}
-        self._landed_at: dict[int, int] = {}
+        self._level_at: dict[int, int] = {}  # when all ranks last held equal values of a fragment
         self._exhausted = False
         self._all_exhausted = False
         self._gradients_averaged = False
-        self._balance = _Balance(strategy)
+        self._balance = Balance(strategy)
         self._open = True
         self._hooks: list[Callable[[], None]] = []
-        self._start_from_the_first()
+        self._levels[-1].take_from_first({**view.parameters(), **view.float_buffers()})
         if not strategy.warmup_steps:
             self._end_warmup()
         if auto:
@@ -202,7 +174,7 @@ class Synchronizer:
         if self.clock >= self.strategy.warmup_steps or self._view.ddp is not None:
             return
         gradients = {name: p.grad for name, p in self._view.parameters().items() if p.grad is not None}
-        self._average_in_place(gradients, self._levels[-1])
+        self._levels[-1].average(gradients, step=self.clock)
         self._gradients_averaged = True
 
     def drain(self) -> None:
@@ -210,18 +182,21 @@ class Synchronizer:
         self._check_open()
         self._exhausted = True
         while not self._all_exhausted:
+            self._balance.quota = 1
             self.step()
 
     def finish(self) -> None:
         """Land what is in flight, run one last global round, and close: all ranks end with equal parameters."""
         self._check_open()
+        if self.strategy.balanced:
+            self.drain()  # the others may have more periods to go
         for fragment in sorted(self._flights):
             self._land(self._flights.pop(fragment))
         last = len(self._levels) - 1
         if self.clock > self.strategy.warmup_steps:
             for fragment in range(len(self._fragments())):
-                if self._landed_at.get(fragment) != self.clock:
-                    self._run(last, fragment, delay=0)
+                if self._level_at.get(fragment) != self.clock:
+                    self._run(last, fragment, delay=0, alpha=0.0)
         self.close()
 
     @contextmanager
@@ -236,7 +211,7 @@ class Synchronizer:
         if self.strategy.buffers:
             tensors |= self._view.float_buffers()
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._average_in_place(tensors, self._levels[-1])
+        self._levels[-1].average(tensors, step=self.clock)
         try:
             yield self._view.model
         finally:
@@ -279,22 +254,21 @@ class Synchronizer:
                 continue
             if fragment in self._flights:  # a delay that a changing period has overtaken
                 self._land(self._flights.pop(fragment))
-            drift = self._run(level, fragment, delay=self.strategy.delay)
+            drift = self._run(level, fragment, delay=self.strategy.delay, alpha=self.strategy.alpha)
             for track, was_due in zip(tracks, due, strict=True):
                 if was_due:
                     track.schedule_state = track.schedule.after_round(n, track.schedule_state, drift)
 
-    def _run(self, number: int, fragment: int, *, delay: int) -> float | None:
+    def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
         level = self._levels[number]
         if level.alone and not level.plan.anchored:
-            self._landed_at[fragment] = self.clock
             return 0.0
         layout = self._layout(fragment)
         if not delay and not level.plan.anchored:
             return self._average_now(number, fragment, layout)
         started = time.perf_counter()
-        flight = self._launch(number, fragment, layout, delay)
+        flight = self._launch(number, fragment, layout, delay, alpha)
         flight.stall_s = time.perf_counter() - started
         if delay:
             self._flights[fragment] = flight
@@ -302,7 +276,7 @@ class Synchronizer:
         return self._land(flight)
 
     @torch.no_grad()
-    def _launch(self, number: int, fragment: int, layout: Layout, delay: int) -> _Flight:
+    def _launch(self, number: int, fragment: int, layout: Layout, delay: int, alpha: float) -> Flight:
         level, track = self._levels[number], self._track(number, fragment)
         track.fit(layout, level.transport)
         values = layout.pack()
@@ -313,8 +287,17 @@ class Synchronizer:
                 torch.sub(anchor, flat, out=flat)
         norm2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in values)
         problem = self._not_finite(layout, norm2)
-        flight = _Flight(
-            number, fragment, self.clock, self.clock + delay, layout, values, origins, norm2, self._view.inner_lrs()
+        flight = Flight(
+            number,
+            fragment,
+            step=self.clock,
+            land_at=self.clock + delay,
+            layout=layout,
+            norm2=norm2,
+            values=values,
+            origins=origins,
+            alpha=0.0 if level.plan.outer.plain else alpha,
+            inner_lrs=self._view.inner_lrs(),
         )
         header = self._header(layout, number, fragment, norm2)
 
@@ -339,7 +322,7 @@ class Synchronizer:
         return flight
 
     @torch.no_grad()
-    def _land(self, flight: _Flight) -> float | None:
+    def _land(self, flight: Flight) -> float | None:
         started = time.perf_counter()
         level, track = self._levels[flight.level], self._track(flight.level, flight.fragment)
         passage = flight.passage.result()
@@ -349,25 +332,25 @@ class Synchronizer:
             landed = track.anchors
         else:
             landed = flight.values
-        self._write(flight, landed, level.plan)
+        self._write(flight, landed)
         track.rounds += 1
-        self._after_landing(flight.level, flight.fragment, flight.layout, landed, passage)
+        self._after_landing(flight, landed, passage)
         flight.stall_s += time.perf_counter() - started
         self._report(flight, passage, drift)
         return drift
 
-    def _write(self, flight: _Flight, landed: Sequence[torch.Tensor], plan: LevelPlan) -> None:
+    def _write(self, flight: Flight, landed: Sequence[torch.Tensor]) -> None:
         """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
-        layout = self._layout(flight.fragment) if flight.land_at > flight.step else flight.layout
+        layout = self._layout(flight.fragment) if flight.late else flight.layout
         if flight.origins is not None:
             now = layout.pack()
             for flat, origin, value in zip(now, flight.origins, landed, strict=True):
                 flat.sub_(origin).add_(value)
             layout.unpack(now)
-        elif self.strategy.alpha and not plan.outer.plain:
+        elif flight.alpha:
             now = layout.pack()
             for flat, value in zip(now, landed, strict=True):
-                flat.lerp_(value, 1 - self.strategy.alpha)
+                flat.lerp_(value, 1 - flight.alpha)
             layout.unpack(now)
         else:
             layout.unpack(landed)
@@ -384,17 +367,16 @@ class Synchronizer:
         with torch.no_grad():
             passage = run_round(layout.fragment, level.transport, header, problem=problem, spread=spread)
         track.rounds += 1
-        self._after_landing(number, fragment, layout, None, passage)
-        flight = _Flight(number, fragment, self.clock, self.clock, layout, [], None, norm2, {})
+        flight = Flight(number, fragment, step=self.clock, land_at=self.clock, layout=layout, norm2=norm2)
+        self._after_landing(flight, None, passage)
         drift = math.sqrt(passage.spread2 / max(layout.fragment.norm2(), 1e-300)) if spread else None
         flight.stall_s = time.perf_counter() - started
         self._report(flight, passage, drift)
         return drift
 
-    def _after_landing(
-        self, number: int, fragment: int, layout: Layout, landed: Sequence[torch.Tensor] | None, passage: Passage
-    ) -> None:
+    def _after_landing(self, flight: Flight, landed: Sequence[torch.Tensor] | None, passage: Passage) -> None:
         """Bring what depends on the parameters up to date: inner anchors, buffers, optimizer state, counts."""
+        number, fragment, layout = flight.level, flight.fragment, flight.layout
         for inner in range(number):
             track = self._track(inner, fragment)
             if track.plan.anchored:
@@ -402,18 +384,18 @@ class Synchronizer:
                 track.set_anchor(layout.pack() if landed is None else landed)
         level = self._levels[number]
         if self.strategy.buffers and fragment == 0:
-            self._average_in_place(self._view.float_buffers(), level)
-            self._take_largest(self._view.counters(), level)
+            level.average(self._view.float_buffers(), step=self.clock)
+            level.take_largest(self._view.counters())
         if self.strategy.optimizer_state == "average":
-            self._average_in_place(self._view.optimizer_tensors(layout.names), level)
+            level.average(self._view.optimizer_tensors(layout.names), step=self.clock)
         elif self.strategy.optimizer_state == "reset":
             self._view.reset_optimizer_state(layout.names)
         elif level.plan.outer.needs_inner_lr:
             self._view.reset_momentum(layout.names)
         self._all_exhausted = all(header.exhausted for header in passage.headers)
         self._balance.learn(passage.headers, level.transport.position)
-        if number == len(self._levels) - 1:
-            self._landed_at[fragment] = self.clock
+        if number == len(self._levels) - 1 and not flight.alpha and not flight.late:
+            self._level_at[fragment] = self.clock
 
     # ---- the pieces of a round -------------------------------------------------------------------------------------
 
@@ -425,8 +407,7 @@ class Synchronizer:
     def _layout(self, fragment: int) -> Layout:
         layout = Layout(named(self._view.parameters(), self._fragments()[fragment]), home=self._home)
         for level in self._levels:
-            members = level.transport.members
-            layout.fragment.refuse_mesh_overlap(members, members[level.transport.position])
+            layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
         return layout
 
     def _track(self, level: int, fragment: int) -> Track:
@@ -440,7 +421,7 @@ class Synchronizer:
     def _header(self, layout: Layout, level: int, fragment: int, norm2: float) -> Header:
         digest = bytes(a ^ b for a, b in zip(layout.fragment.digest, struct.pack("<qq", level, fragment), strict=True))
         return Header(
-            self.clock if not self.strategy.balanced else 0,
+            self._balance.periods if self.strategy.balanced else self.clock,
             digest,
             able=True,
             exhausted=self._exhausted,
@@ -472,7 +453,7 @@ class Synchronizer:
         which = layout.fragment.first_not_finite() or "the difference from the anchor"
         return f"{which} is not finite (NaN or infinity) at step {self.clock}."
 
-    def _drift(self, flight: _Flight, passage: Passage, track: Track) -> float | None:
+    def _drift(self, flight: Flight, passage: Passage, track: Track) -> float | None:
         """Return how far the workers had moved apart, relative to the size of the mean; the same on all ranks."""
         if not self.strategy.measures_drift or self.strategy.balanced:
             return None
@@ -484,7 +465,7 @@ class Synchronizer:
         size2 = sum(distance_squared(a, flat) for a, flat in zip(track.anchors, flight.values, strict=True))
         return math.sqrt(max(0.0, mean2 - of_mean2) / max(size2, 1e-300))
 
-    def _report(self, flight: _Flight, passage: Passage, drift: float | None) -> None:
+    def _report(self, flight: Flight, passage: Passage, drift: float | None) -> None:
         level = self._levels[flight.level]
         done, exact = passage.exchanged, level.plan.codec.exact
         report = RoundReport(
@@ -507,51 +488,13 @@ class Synchronizer:
         )
         notify(self.observers, report)
 
-    # ---- other tensors ---------------------------------------------------------------------------------------------
-
-    def _average_in_place(self, tensors: Mapping[str, torch.Tensor], level: _Level) -> None:
-        if not tensors or level.alone:
-            return
-        names = list(tensors)
-        fragment = Fragment(list(tensors.values()), label=lambda i: names[i])
-        with torch.no_grad():
-            run_round(fragment, level.transport, Header(self.clock, fragment.digest, able=True))
-
-    def _take_largest(self, counters: Mapping[str, torch.Tensor], level: _Level) -> None:
-        """Give integer buffers the largest value that any member has."""
-        if not counters or level.alone:
-            return
-        mine = torch.cat([counter.reshape(-1).to("cpu", torch.int64) for counter in counters.values()])
-        replies = level.transport.exchange(mine.numpy().tobytes())()
-        largest = torch.stack([torch.frombuffer(bytearray(reply), dtype=torch.int64) for reply in replies]).amax(0)
-        parts = largest.split([counter.numel() for counter in counters.values()])
-        for counter, part in zip(counters.values(), parts, strict=True):
-            counter.copy_(part.view(counter.shape))
-
-    def _start_from_the_first(self) -> None:
-        """Give every rank the values of the first rank of its outermost group."""
-        level = self._levels[-1]
-        if level.alone:
-            return
-        tensors: dict[str, torch.Tensor] = {**self._view.parameters(), **self._view.float_buffers()}
-        fragment = Fragment(list(tensors.values()))
-        fragment.refuse_mesh_overlap(level.transport.members, level.transport.members[level.transport.position])
-        if fragment.problem is not None:
-            raise TopologyError(fragment.problem)
-        with torch.no_grad():
-            for bucket in fragment.buckets(level.transport.capacity):
-                memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-                bucket.pack(memory)
-                dist.broadcast(memory, src=level.transport.members[0], group=level.group)
-                bucket.unpack(memory)
-
     # ---- the clock -------------------------------------------------------------------------------------------------
 
     def _count_warmup_step(self) -> None:
         if self._view.ddp is None and not self._gradients_averaged:
             raise CadenzaError(
-                f"Step {self.clock} belongs to the warm-up ({self.strategy.warmup_steps} steps), in which gradients are "
-                "averaged: call sync.average_gradients() after backward() and before optimizer.step()."
+                f"Step {self.clock} belongs to the warm-up ({self.strategy.warmup_steps} steps), in which gradients "
+                "are averaged: call sync.average_gradients() after backward() and before optimizer.step()."
             )
         self._gradients_averaged = False
         if self.clock == self.strategy.warmup_steps:
@@ -606,63 +549,3 @@ class Synchronizer:
     def _check_open(self) -> None:
         if not self._open:
             raise CadenzaError("This synchronizer is finished; attach a new one to go on training.")
-
-
-class _Balance:
-    """How many local steps this worker takes in a period: as many as its speed allows, the mean being the period."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._on = strategy.balanced
-        self._period = strategy.period
-        self.quota = self._period
-        self.steps = 0
-        self._periods = 0
-        self._started = time.perf_counter()
-
-    def tick(self, n: int) -> int | None:
-        """Count a local step; return the step that schedules see, or None inside a period."""
-        self.steps += 1
-        if not self._on:
-            return n
-        if self.steps < self.quota:
-            return None
-        self._periods += 1
-        return self._periods * self._period
-
-    def speed(self) -> float:
-        """Return the local steps a second since the last round."""
-        return self.steps / max(1e-9, time.perf_counter() - self._started) if self._on else 0.0
-
-    def learn(self, headers: Sequence[Header], position: int) -> None:
-        """Set the quota from the speeds that all members know alike."""
-        self.steps = 0
-        self._started = time.perf_counter()
-        if self._on:
-            mean = sum(header.speed for header in headers) / len(headers)
-            self.quota = max(1, round(self._period * headers[position].speed / mean)) if mean else self._period
-
-
-def _build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topology | None) -> list[_Level]:
-    ranks = dist.get_process_group_ranks(group)
-    if topology is None:
-        topology = Topology(tuple(_partition(plan.groups, ranks, group) for plan in strategy.levels))
-    if len(topology.levels) != len(strategy.levels):
-        raise TopologyError(
-            f"The topology has {len(topology.levels)} levels and the strategy {len(strategy.levels)}; they must match."
-        )
-    levels = []
-    for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
-        own = dist.new_group(list(partition.group_of(dist.get_rank())), use_local_synchronization=True)
-        assert isinstance(own, dist.ProcessGroup)
-        levels.append(_Level(plan, plan.name or f"level {i}", own, connect(own)))
-    return levels
-
-
-def _partition(groups: Groups, ranks: Sequence[int], within: dist.ProcessGroup) -> Level:
-    if groups == "all":
-        return Level((tuple(ranks),))
-    if groups == "host":
-        return Topology.from_hosts(within=within).levels[0]
-    if isinstance(groups, int):
-        return Topology.from_sizes([groups], ranks=ranks).levels[0]
-    return Level(groups)

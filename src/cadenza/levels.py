@@ -1,0 +1,105 @@
+"""A level at work: its plan, this rank's group of it, and what the group does together besides rounds of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cadenza.agreement import Header
+from cadenza.errors import TopologyError
+from cadenza.fragments import Fragment
+from cadenza.rounds import run_round
+from cadenza.strategy import Groups, LevelPlan, Strategy
+from cadenza.topology import Level, Topology
+from cadenza.transports import Transport, connect
+
+__all__ = ["LevelGroup", "build_levels"]
+
+
+@dataclass
+class LevelGroup:
+    """This rank's group at one level; it is Cadenza's own, so that nobody else's collectives cross it."""
+
+    plan: LevelPlan
+    name: str
+    group: dist.ProcessGroup
+    transport: Transport
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank is the only member."""
+        return len(self.transport.members) == 1
+
+    @property
+    def this_rank(self) -> int:
+        """This process's global rank."""
+        return self.transport.members[self.transport.position]
+
+    @torch.no_grad()
+    def average(self, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
+        """Replace tensors by their plain mean, in place."""
+        if tensors and not self.alone:
+            fragment = _fragment(tensors)
+            run_round(fragment, self.transport, Header(step, fragment.digest, able=True))
+
+    @torch.no_grad()
+    def take_largest(self, counters: Mapping[str, torch.Tensor]) -> None:
+        """Give integer tensors the largest value that any member has."""
+        if not counters or self.alone:
+            return
+        mine = torch.cat([counter.reshape(-1).to("cpu", torch.int64) for counter in counters.values()])
+        replies = self.transport.exchange(bytes(mine.view(torch.uint8).tolist()))()
+        largest = torch.stack([torch.frombuffer(bytearray(reply), dtype=torch.int64) for reply in replies]).amax(0)
+        parts = largest.split([counter.numel() for counter in counters.values()])
+        for counter, part in zip(counters.values(), parts, strict=True):
+            counter.copy_(part.view(counter.shape))
+
+    @torch.no_grad()
+    def take_from_first(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors the values that the first member has, in place."""
+        fragment = _fragment(tensors)
+        fragment.refuse_mesh_overlap(self.transport.members, self.this_rank)
+        if fragment.problem is not None:
+            raise TopologyError(fragment.problem)
+        if self.alone:
+            return
+        for bucket in fragment.buckets(self.transport.capacity):
+            memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            bucket.pack(memory)
+            dist.broadcast(memory, src=self.transport.members[0], group=self.group)
+            bucket.unpack(memory)
+
+
+def build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topology | None) -> list[LevelGroup]:
+    """Make this rank's group of every level; all ranks call this together."""
+    ranks = dist.get_process_group_ranks(group)
+    if topology is None:
+        topology = Topology(tuple(_partition(plan.groups, ranks, group) for plan in strategy.levels))
+    if len(topology.levels) != len(strategy.levels):
+        raise TopologyError(
+            f"The topology has {len(topology.levels)} levels and the strategy {len(strategy.levels)}; they must match."
+        )
+    levels = []
+    for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
+        own = dist.new_group(list(partition.group_of(dist.get_rank())), use_local_synchronization=True)
+        assert isinstance(own, dist.ProcessGroup)
+        levels.append(LevelGroup(plan, plan.name or f"level {i}", own, connect(own)))
+    return levels
+
+
+def _partition(groups: Groups, ranks: Sequence[int], within: dist.ProcessGroup) -> Level:
+    if groups == "all":
+        return Level((tuple(ranks),))
+    if groups == "host":
+        return Topology.from_hosts(within=within).levels[0]
+    if isinstance(groups, int):
+        return Topology.from_sizes([groups], ranks=ranks).levels[0]
+    return Level(groups)
+
+
+def _fragment(tensors: Mapping[str, torch.Tensor]) -> Fragment:
+    names = list(tensors)
+    return Fragment(list(tensors.values()), label=lambda i: names[i])

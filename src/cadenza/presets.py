@@ -1,0 +1,128 @@
+"""The field's algorithms by name, each a short composition of the six choices with its paper's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
+from cadenza.fragmentation import by_layers
+from cadenza.outer import nesterov, sgd
+from cadenza.outer import slowmo as slowmo_update
+from cadenza.schedules import Schedule, every
+from cadenza.strategy import Groups, LevelPlan, Strategy
+
+__all__ = [
+    "diloco",
+    "hierarchical",
+    "local_sgd",
+    "post_local_sgd",
+    "slowmo",
+    "sparse_loco",
+    "streaming_diloco",
+]
+
+
+def local_sgd(period: int | Schedule = 16, *, codec: Codec | None = None, **options: Any) -> Strategy:
+    """Average the parameters every `period` steps.
+
+    >>> local_sgd(period=8).levels[0].schedule
+    Every(period=8, offset=0)
+    """
+    return Strategy(levels=(LevelPlan(_schedule(period), codec=codec or fp32()),), **options)
+
+
+def post_local_sgd(
+    period: int | Schedule = 16, *, warmup_steps: int, codec: Codec | None = None, **options: Any
+) -> Strategy:
+    """Average gradients for `warmup_steps`, then parameters every `period` steps (arXiv 1808.07217).
+
+    >>> post_local_sgd(period=8, warmup_steps=100).warmup_steps
+    100
+    """
+    return local_sgd(period, codec=codec, warmup_steps=warmup_steps, **options)
+
+
+def hierarchical(levels: Mapping[int, Groups], **options: Any) -> Strategy:
+    """Average small groups often and large ones seldom: {period: groups} from the innermost (arXiv 2010.12998).
+
+    Groups are a number of ranks, "host", "all", or tuples of ranks. Only the largest level that is due averages.
+
+    >>> [level.groups for level in hierarchical({4: "host", 32: "all"}).levels]
+    ['host', 'all']
+    """
+    plans = tuple(LevelPlan(every(period), groups=groups) for period, groups in levels.items())
+    return Strategy(levels=plans, **options)
+
+
+def slowmo(
+    period: int | Schedule = 12, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | None = None, **options: Any
+) -> Strategy:
+    """Add slow momentum to local SGD, in units of the inner learning rate (arXiv 1910.00643).
+
+    >>> slowmo(beta=0.4).levels[0].outer.needs_inner_lr
+    True
+    """
+    plan = LevelPlan(_schedule(period), codec=codec or fp32(), outer=slowmo_update(alpha=alpha, beta=beta))
+    return Strategy(levels=(plan,), **options)
+
+
+def diloco(
+    period: int | Schedule = 500,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    codec: Codec | None = None,
+    clip: float | None = None,
+    **options: Any,
+) -> Strategy:
+    """Take many local steps, then an outer Nesterov step on the mean difference (arXiv 2311.08105).
+
+    Short runs with a small period want a gentler outer learning rate than the paper's.
+
+    >>> diloco(period=100, outer_lr=0.4).period
+    100
+    """
+    outer = nesterov(lr=outer_lr, momentum=outer_momentum, clip=clip)
+    return Strategy(levels=(LevelPlan(_schedule(period), codec=codec or fp32(), outer=outer),), **options)
+
+
+def streaming_diloco(
+    period: int = 100,
+    *,
+    outer_lr: float = 0.4,
+    outer_momentum: float = 0.9,
+    layers: int = 3,
+    delay: int = 5,
+    alpha: float = 0.5,
+    codec: Codec | None = None,
+    **options: Any,
+) -> Strategy:
+    """Send a few layers at a time, in 4 bits, while training goes on (arXiv 2501.18512).
+
+    >>> streaming_diloco(delay=3).delay
+    3
+    """
+    plan = LevelPlan(every(period), codec=codec or e3m0(), outer=nesterov(lr=outer_lr, momentum=outer_momentum))
+    return Strategy(levels=(plan,), fragments=by_layers(layers), delay=delay, alpha=alpha, **options)
+
+
+def sparse_loco(
+    period: int | Schedule = 30,
+    *,
+    outer_lr: float = 1.0,
+    density: float = 0.02,
+    decay: float = 0.95,
+    **options: Any,
+) -> Strategy:
+    """Send only the largest changes, in 2 bits, and keep what was not sent for later (arXiv 2508.15706).
+
+    >>> sparse_loco(density=0.01).levels[0].codec.sparse
+    True
+    """
+    codec = error_feedback(topk(density=density), decay=decay)
+    return Strategy(levels=(LevelPlan(_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)
+
+
+def _schedule(period: int | Schedule) -> Schedule:
+    return every(period) if isinstance(period, int) else period
