@@ -18,7 +18,7 @@ import torch
 from cadenza.codecs import Codec
 from cadenza.transports import Lane, Transport
 
-__all__ = ["Exchanged", "Residual", "exchange_mean"]
+__all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "stage_part"]
 
 
 @dataclass
@@ -85,6 +85,97 @@ def exchange_mean(
     else:
         _Encoded(values, transport, codec, weights, residual, done).run()
     return done
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The way of an outer level through an inner one: reduce inside, exchange across, gather inside.
+
+    `inside` is the transport of this rank's group at the inner level, `across` that of the ranks that have its position in
+    the other inner groups. So a site of several hosts sends the model once, and not once for each of them.
+    """
+
+    inside: Transport
+    across: Transport
+
+
+def exchange_staged(
+    values: torch.Tensor,
+    stage: Stage,
+    codec: Codec,
+    *,
+    weights: Sequence[float],
+    residual: Residual | None = None,
+) -> Exchanged:
+    """Replace the values by their weighted sum over all groups, in place; `weights` has one for each inside member."""
+    done = Exchanged(raw_bytes=values.numel() * values.element_size())
+    if not values.numel():
+        return done
+    part = _reduce_scatter(values, stage.inside, weights, done)
+    across = exchange_mean(part, stage.across, codec, weights=[1.0] * len(stage.across.members), residual=residual)
+    _all_gather(part, values, stage.inside, done)
+    done.bytes_sent += across.bytes_sent
+    done.encoded_bytes = across.encoded_bytes
+    done.error2 = across.error2
+    return done
+
+
+def stage_part(values: torch.Tensor, stage: Stage) -> torch.Tensor:
+    """Return memory like the part of the values that this member exchanges across."""
+    return values.new_empty(sum(row for _, row in _plain_rows(values, stage.inside)))
+
+
+def _reduce_scatter(
+    values: torch.Tensor, transport: Transport, weights: Sequence[float], done: Exchanged
+) -> torch.Tensor:
+    """Return this member's part of the weighted sum over the members."""
+    rows = list(_plain_rows(values, transport))
+    part = values.new_empty(sum(row for _, row in rows))
+    parts = part.split([row for _, row in rows])
+    members = len(transport.members)
+
+    def send(item: int, lane: Lane) -> None:
+        start, row = rows[item]
+        outgoing = lane.scatter(row * values.element_size()).view(values.dtype)
+        for member in range(members):
+            outgoing[member].copy_(_padded(values, start + member * row, row, values.dtype))
+        lane.launch_scatter()
+        done.bytes_sent += (members - 1) * row * values.element_size()
+
+    def reduce(item: int, lane: Lane) -> None:
+        received = lane.scattered().view(values.dtype)
+        torch.mul(received[0], weights[0], out=parts[item])
+        for member in range(1, members):
+            parts[item].add_(received[member], alpha=weights[member])
+
+    _pipeline(len(rows), transport.lanes(values.device), send, reduce)
+    return part
+
+
+def _all_gather(part: torch.Tensor, values: torch.Tensor, transport: Transport, done: Exchanged) -> None:
+    """Give every member the parts of all."""
+    rows = list(_plain_rows(values, transport))
+    parts = part.split([row for _, row in rows])
+    members = len(transport.members)
+
+    def send(item: int, lane: Lane) -> None:
+        _, row = rows[item]
+        lane.gather(row * values.element_size()).view(values.dtype).copy_(parts[item])
+        lane.launch_gather()
+        done.bytes_sent += (members - 1) * row * values.element_size()
+
+    def receive(item: int, lane: Lane) -> None:
+        start, row = rows[item]
+        for member, received in enumerate(lane.gathered().view(values.dtype)):
+            _put(values, start + member * row, received)
+
+    _pipeline(len(rows), transport.lanes(values.device), send, receive)
+
+
+def _plain_rows(values: torch.Tensor, transport: Transport) -> Iterator[tuple[int, int]]:
+    """Cut values that travel as they are into rounds of one row for each member."""
+    longest = transport.row_bytes(values.device) // values.element_size()
+    return _cut(values.numel(), len(transport.members), longest, 16)
 
 
 def _pipeline(count: int, lanes: Sequence[Lane], *stages: Callable[[int, Lane], None]) -> None:
@@ -232,11 +323,14 @@ class _Sparse:
 
 def _rows(values: torch.Tensor, transport: Transport, codec: Codec) -> Iterator[tuple[int, int]]:
     """Cut the values into rounds of one row for each member: yield where each starts, and how long its rows are."""
-    members, block = len(transport.members), codec.block
     longest = _longest(transport.row_bytes(values.device), codec)
+    return _cut(values.numel(), len(transport.members), longest, codec.block)
+
+
+def _cut(numel: int, members: int, longest: int, block: int) -> Iterator[tuple[int, int]]:
     start = 0
-    while start < values.numel():
-        each = -(-(values.numel() - start) // members)
+    while start < numel:
+        each = -(-(numel - start) // members)
         row = min(longest, -(-each // block) * block)
         yield start, row
         start += members * row
@@ -255,9 +349,9 @@ def _longest(row_bytes: int, codec: Codec) -> int:
     return blocks * codec.block
 
 
-def _padded(values: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    """Return `size` values in fp32 from `start` on, zeros where there are none."""
-    part = values[start : start + size].to(torch.float32)
+def _padded(values: torch.Tensor, start: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return `size` values in fp32 (or another dtype) from `start` on, zeros where there are none."""
+    part = values[start : start + size].to(dtype)
     return part if part.numel() == size else torch.nn.functional.pad(part, (0, size - part.numel()))
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from cadenza.agreement import Header
 from cadenza.errors import TopologyError
+from cadenza.exchange import Stage
 from cadenza.fragments import Fragment
 from cadenza.rounds import run_round
 from cadenza.strategy import Groups, LevelPlan, Strategy
@@ -27,6 +28,7 @@ class LevelGroup:
     name: str
     group: dist.ProcessGroup
     transport: Transport
+    stage: Stage | None = None
 
     @property
     def alone(self) -> bool:
@@ -37,6 +39,12 @@ class LevelGroup:
     def this_rank(self) -> int:
         """This process's global rank."""
         return self.transport.members[self.transport.position]
+
+    def abandon(self) -> None:
+        """Let go of the level's connections."""
+        self.transport.abandon()
+        if self.stage is not None:
+            self.stage.across.abandon()
 
     @torch.no_grad()
     def average(self, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
@@ -82,12 +90,27 @@ def build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topolog
         raise TopologyError(
             f"The topology has {len(topology.levels)} levels and the strategy {len(strategy.levels)}; they must match."
         )
-    levels = []
+    levels: list[LevelGroup] = []
     for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
         own = dist.new_group(list(partition.group_of(dist.get_rank())), use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup)
-        levels.append(LevelGroup(plan, plan.name or f"level {i}", own, connect(own)))
+        stage = _stage(partition, topology.levels[i - 1], levels[-1]) if i else None
+        levels.append(LevelGroup(plan, plan.name or f"level {i}", own, connect(own), stage))
     return levels
+
+
+def _stage(outer: Level, inner: Level, inside: LevelGroup) -> Stage | None:
+    """Return the way of the outer level through the inner one, if the inner groups are several and of one size."""
+    rank = dist.get_rank()
+    mine = outer.group_of(rank)
+    groups = [group for group in inner.groups if group[0] in mine]
+    sizes = {len(group) for group in groups}
+    if len(groups) == 1 or len(sizes) > 1 or sizes == {1}:
+        return None
+    position = inner.group_of(rank).index(rank)
+    across = dist.new_group([group[position] for group in groups], use_local_synchronization=True)
+    assert isinstance(across, dist.ProcessGroup)
+    return Stage(inside.transport, connect(across))
 
 
 def _partition(groups: Groups, ranks: Sequence[int], within: dist.ProcessGroup) -> Level:

@@ -31,7 +31,7 @@ from cadenza.errors import (
     TransportError,
     UnsupportedTensorError,
 )
-from cadenza.exchange import Exchanged, Residual, exchange_mean
+from cadenza.exchange import Exchanged, Residual, Stage, exchange_mean, exchange_staged
 from cadenza.fragments import Bucket, Fragment
 from cadenza.transports import Lane, Transport, connect
 
@@ -116,6 +116,7 @@ def fly(
     problem: str | None,
     describe: Callable[[], list[str]],
     residuals: Sequence[Residual] | None = None,
+    stage: Stage | None = None,
     normalise: bool = False,
     origins: Sequence[torch.Tensor] | None = None,
 ) -> Passage:
@@ -135,7 +136,11 @@ def fly(
         try:
             for i, flat in enumerate(values):
                 residual = residuals[i] if residuals else None
-                done = exchange_mean(flat, transport, codec, weights=passage.weights, residual=residual)
+                if stage is None:
+                    done = exchange_mean(flat, transport, codec, weights=passage.weights, residual=residual)
+                else:
+                    inside = [passage.weights[transport.members.index(rank)] for rank in stage.inside.members]
+                    done = exchange_staged(flat, stage, codec, weights=inside, residual=residual)
                 passage.exchanged.add(done)
             if origins is not None:
                 distance2 = sum(distance_squared(flat, was) for flat, was in zip(values, origins, strict=True))

@@ -230,7 +230,7 @@ class Synchronizer:
             self._courier.shutdown(wait=False, cancel_futures=True)
         self._flights.clear()
         for level in self._levels:
-            level.transport.abandon()
+            level.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +265,7 @@ class Synchronizer:
         if level.alone and not level.plan.anchored:
             return 0.0
         layout = self._layout(fragment)
-        if not delay and not level.plan.anchored:
+        if not delay and not level.plan.anchored and level.stage is None:
             return self._average_now(number, fragment, layout)
         started = time.perf_counter()
         flight = self._launch(number, fragment, layout, delay, alpha)
@@ -278,10 +278,11 @@ class Synchronizer:
     @torch.no_grad()
     def _launch(self, number: int, fragment: int, layout: Layout, delay: int, alpha: float) -> Flight:
         level, track = self._levels[number], self._track(number, fragment)
-        track.fit(layout, level.transport)
+        track.fit(layout, level.transport, level.stage)
         values = layout.pack()
+        spread = self.strategy.measures_drift and not level.plan.anchored
         late_mean = delay > 0 and level.plan.outer.plain
-        origins = [flat.clone() for flat in values] if late_mean else None
+        origins = [flat.clone() for flat in values] if late_mean or spread else None
         if level.plan.anchored:
             for anchor, flat in zip(track.anchors, values, strict=True):
                 torch.sub(anchor, flat, out=flat)
@@ -295,7 +296,7 @@ class Synchronizer:
             layout=layout,
             norm2=norm2,
             values=values,
-            origins=origins,
+            origins=origins if late_mean else None,
             alpha=0.0 if level.plan.outer.plain else alpha,
             inner_lrs=self._view.inner_lrs(),
         )
@@ -310,8 +311,9 @@ class Synchronizer:
                 problem=problem,
                 describe=layout.fragment.describe,
                 residuals=track.residuals,
+                stage=level.stage,
                 normalise=self.strategy.balanced,
-                origins=origins if not level.plan.anchored and self.strategy.measures_drift else None,
+                origins=origins if spread else None,
             )
 
         if self._courier is not None and delay:
@@ -380,7 +382,7 @@ class Synchronizer:
         for inner in range(number):
             track = self._track(inner, fragment)
             if track.plan.anchored:
-                track.fit(layout, self._levels[inner].transport)
+                track.fit(layout, self._levels[inner].transport, self._levels[inner].stage)
                 track.set_anchor(layout.pack() if landed is None else landed)
         level = self._levels[number]
         if self.strategy.buffers and fragment == 0:
@@ -510,7 +512,7 @@ class Synchronizer:
         for fragment in range(len(self._fragments())):
             layout = self._layout(fragment)
             for number, level in enumerate(self._levels):
-                self._track(number, fragment).fit(layout, level.transport)
+                self._track(number, fragment).fit(layout, level.transport, level.stage)
 
     def _wait_for_courier(self) -> None:
         """Wait until the thread has no round under way: collectives are issued in one order on every rank."""

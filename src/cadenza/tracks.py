@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from cadenza.exchange import Residual
+from cadenza.exchange import Residual, Stage, stage_part
 from cadenza.fragments import Bucket, Fragment
 from cadenza.schedules import Schedule
 from cadenza.strategy import LevelPlan
@@ -63,7 +63,7 @@ class Track:
         self.residuals: list[Residual] | None = None
         self._layout: Layout | None = None
 
-    def fit(self, layout: Layout, transport: Transport) -> None:
+    def fit(self, layout: Layout, transport: Transport, stage: Stage | None = None) -> None:
         """Make the memory fit the parameters: new ones start from their values, old ones keep what they had."""
         known = self._layout
         self._layout = layout
@@ -75,7 +75,9 @@ class Track:
             self._carry_over(known, layout, anchors, outer_states)
         self.anchors, self.outer_states = anchors, outer_states
         if self.plan.codec.feedback is not None:
-            self.residuals = [Residual.zeros(anchor, transport, self.plan.codec) for anchor in anchors]
+            sent = [stage_part(anchor, stage) if stage else anchor for anchor in anchors]
+            via = stage.across if stage else transport
+            self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
 
     def set_anchor(self, flats: Sequence[torch.Tensor]) -> None:
         """Start anew from values on which a larger level has agreed; momentum is kept, residuals are forgotten."""
@@ -113,9 +115,9 @@ class Track:
 
     def worker_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is this member's own, by key: residuals."""
-        if self.residuals:
-            yield from self._named("residual", [residual.own for residual in self.residuals])
-            yield from ((f"share/{i}", residual.share) for i, residual in enumerate(self.residuals))
+        for i, residual in enumerate(self.residuals or ()):
+            yield f"residual/{i}", residual.own
+            yield f"share/{i}", residual.share
 
     def load(self, shared: Mapping[str, torch.Tensor], worker: Callable[[str], torch.Tensor | None]) -> None:
         """Take saved tensors over, in place; what was not saved stays as it is."""
