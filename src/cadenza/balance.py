@@ -41,6 +41,6 @@ class Balance:
         self.steps = 0
         self._started = time.perf_counter()
         speeds = [header.speed for header in headers if not header.exhausted]
-        if self._on and sum(speeds) and not headers[position].exhausted:
+        if self._on and sum(speeds) > 0 and not headers[position].exhausted:
             mean = sum(speeds) / len(speeds)
             self.quota = max(1, round(self._period * headers[position].speed / mean))

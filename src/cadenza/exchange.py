@@ -91,8 +91,8 @@ def exchange_mean(
 class Stage:
     """The way of an outer level through an inner one: reduce inside, exchange across, gather inside.
 
-    `inside` is the transport of this rank's group at the inner level, `across` that of the ranks that have its position in
-    the other inner groups. So a site of several hosts sends the model once, and not once for each of them.
+    `inside` is the transport of this rank's group at the inner level, `across` that of the ranks that have its position
+    in the other inner groups. So a site of several hosts sends the model once, and not once for each of them.
     """
 
     inside: Transport
@@ -149,6 +149,7 @@ def _reduce_scatter(
             parts[item].add_(received[member], alpha=weights[member])
 
     _pipeline(len(rows), transport.lanes(values.device), send, reduce)
+    transport.exchange(b"\0")()  # nobody packs anew before all have used what they got
     return part
 
 

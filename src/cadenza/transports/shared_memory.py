@@ -103,6 +103,7 @@ class _SharedLane:
         self._position = position
         self._members = len(parts) - 1
         self._result_is_free = False
+        self._outgoing_is_free = True
         self._rows = parts
         self._mark = 0
 
@@ -126,6 +127,8 @@ class _SharedLane:
         return self._rows[-1]
 
     def scatter(self, size: int) -> torch.Tensor:
+        if not self._outgoing_is_free:
+            self._mesh.await_tick(self._mesh.tick())
         self._rows = self._rows_of(size)
         return self._rows[self._position]
 
@@ -135,6 +138,7 @@ class _SharedLane:
     def scattered(self) -> torch.Tensor:
         self._mesh.await_tick(self._mark)
         self._result_is_free = True  # whoever has scattered anew has read the last result
+        self._outgoing_is_free = False
         return self._rows[:-1, self._position]
 
     def gather(self, size: int) -> torch.Tensor:
@@ -149,6 +153,7 @@ class _SharedLane:
 
     def gathered(self) -> torch.Tensor:
         self._mesh.await_tick(self._mark)
+        self._outgoing_is_free = True  # whoever has gathered has used what was scattered before
         return self._rows[-1]
 
     def _rows_of(self, size: int) -> torch.Tensor:
