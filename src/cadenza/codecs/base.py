@@ -1,0 +1,68 @@
+"""What every codec promises; tests/contract/test_codecs.py holds each of them to it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["Codec"]
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """A way to write fp32 values as bytes.
+
+    Encoded bytes may lie anywhere in a larger buffer, at odd addresses too. Nothing waits for a device, and scratch
+    memory has a constant bound. Equal values give equal bytes, and equal bytes equal values, on every rank. A zero
+    comes back as zero, and −x as the negative of what x comes back as.
+
+    >>> from cadenza.codecs import int8
+    >>> codec, values = int8(), torch.tensor([0.5, -1.0, 0.0])
+    >>> data = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
+    >>> codec.encode(values, data)
+    >>> total = torch.ones(3)
+    >>> codec.decode_add(data, total, weight=2.0); total
+    tensor([ 2.0079, -1.0000,  1.0000])
+    """
+
+    @property
+    def name(self) -> str:
+        """A short name for reports; `repr` tells all."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether the values travel as they are."""
+        ...
+
+    @property
+    def sparse(self) -> bool:
+        """Whether most values come back as zero, so that gathering beats reducing."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """How many values are written as one: cut at its multiples, and the parts are encoded as the whole would be."""
+        ...
+
+    @property
+    def feedback(self) -> float | None:
+        """The decay of the residual that is fed back into the next round, or None."""
+        ...
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Return how many bytes `numel` values take, whatever they are."""
+        ...
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Write `values` (1-D, fp32, contiguous) into `out` (uint8, exactly `encoded_bytes` of them)."""
+        ...
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Overwrite `out` (1-D, fp32, contiguous) with the values that were encoded into `data`."""
+        ...
+
+    def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
+        """Add `weight` times the values that were encoded into `data` to `out`."""
+        ...

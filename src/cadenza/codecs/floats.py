@@ -1,0 +1,81 @@
+"""Values as floating-point numbers: as they are, or rounded to 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from cadenza.codecs.base import Codec
+from cadenza.codecs.pieces import Piece, check_decode, check_encode, pieces, read, write
+
+__all__ = ["bf16", "fp16", "fp32"]
+
+
+def fp32() -> Codec:
+    """Send values as they are.
+
+    >>> fp32().encoded_bytes(10), fp32().exact
+    (40, True)
+    """
+    return Floats("fp32", torch.float32)
+
+
+def bf16() -> Codec:
+    """Send values rounded to bfloat16: the range of fp32, and 8 significant bits.
+
+    >>> bf16().encoded_bytes(10), bf16().exact
+    (20, False)
+    """
+    return Floats("bf16", torch.bfloat16)
+
+
+def fp16() -> Codec:
+    """Send values rounded to half precision: 11 significant bits from 6e-5 to 65504, where larger ones end.
+
+    >>> codec, out = fp16(), torch.empty(2)
+    >>> data = torch.empty(codec.encoded_bytes(2), dtype=torch.uint8)
+    >>> codec.encode(torch.tensor([8192.3, -1e6]), data); codec.decode(data, out); out
+    tensor([  8192., -65504.])
+    """
+    return Floats("fp16", torch.float16)
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Every value as a number of one dtype, side by side; finite values stay finite."""
+
+    name: str
+    dtype: torch.dtype
+    sparse: ClassVar[bool] = False
+    block: ClassVar[int] = 1
+    feedback: ClassVar[float | None] = None
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype == torch.float32
+
+    def encoded_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        check_encode(self, values, out)
+        largest = torch.finfo(self.dtype).max
+        for piece in pieces(values.numel(), 1, values.device):
+            part = values[piece.start : piece.stop]
+            write(part if self.exact else part.clamp(-largest, largest), self.dtype, self._bytes(piece, out))
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        check_decode(self, data, out)
+        for piece in pieces(out.numel(), 1, out.device):
+            out[piece.start : piece.stop].copy_(read(self._bytes(piece, data), self.dtype))
+
+    def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
+        check_decode(self, data, out)
+        for piece in pieces(out.numel(), 1, out.device):
+            out[piece.start : piece.stop].add_(read(self._bytes(piece, data), self.dtype), alpha=weight)
+
+    def _bytes(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
+        size = self.dtype.itemsize
+        return data[size * piece.start : size * piece.stop]
