@@ -25,7 +25,7 @@ from cadenza.errors import DisagreementError, TransportError
 __all__ = ["HEADER_BYTES", "Header", "Stance", "Vote", "disagreement"]
 
 HEADER_BYTES = 64
-_LAYOUT = struct.Struct("<4s??xxq16sdddI4x")
+_LAYOUT = struct.Struct("<4s???xq16sdddI4x")
 _MAGIC = b"CDZ1"
 
 
@@ -41,6 +41,7 @@ class Header:
     step: int
     digest: bytes
     able: bool
+    atomic: bool = False
     exhausted: bool = False
     weight: float = 1.0
     norm2: float = 0.0
@@ -48,14 +49,15 @@ class Header:
     steps: int = 0
 
     @property
-    def intent(self) -> tuple[int, bytes, bool]:
+    def intent(self) -> tuple[int, bytes, bool, bool]:
         """What must be the same on every member."""
-        return self.step, self.digest, self.able
+        return self.step, self.digest, self.able, self.atomic
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
             _MAGIC,
             self.able,
+            self.atomic,
             self.exhausted,
             self.step,
             self.digest,
@@ -67,13 +69,13 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, exhausted, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
+        magic, able, atomic, exhausted, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        return cls(step, digest, able, exhausted, weight, norm2, speed, steps)
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps)
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,14 @@ class Stance:
     step: int
     problem: str | None
     lines: Sequence[str]
+    atomic: bool = False
 
     def pack(self) -> bytes:
-        return json.dumps([self.step, self.problem, list(self.lines)]).encode()
+        return json.dumps([self.step, self.problem, list(self.lines), self.atomic]).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Stance:
-        step, problem, lines = json.loads(data)
-        return cls(step, problem, lines)
+        return cls(*json.loads(data))
 
     def line(self, position: int) -> str:
         """Return what stands at a position."""
@@ -120,6 +122,9 @@ Pass the same parameters, in the same order, on every rank.
             f"The ranks average at different steps: {_told(steps)}. Call the averager once per step on every rank, "
             "and restore its step together with the model."
         )
+    ways = _sides({rank: f"atomic={stance.atomic}" for rank, stance in stances.items()})
+    if len(ways) > 1:
+        return f"The ranks average in different ways: {_told(ways)}. Choose the same on every rank."
     positions = max(len(stance.lines) for stance in stances.values())
     table = [{rank: stance.line(position) for rank, stance in stances.items()} for position in range(positions)]
     differing = [row for row in table if len(set(row.values())) > 1]

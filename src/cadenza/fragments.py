@@ -104,7 +104,7 @@ class Fragment:
     """Tensors that are averaged together, by position.
 
     `taking` says which of them take part; the others still count as positions, so that ranks which disagree on them
-    are found out. `label` names a position in messages.
+    are found out. `label` names a position in messages. `problem` says that the tensors could not even be collected.
 
     >>> fragment = Fragment([torch.ones(2, 3), torch.zeros(4)], taking=[True, False])
     >>> fragment.describe()
@@ -119,11 +119,12 @@ class Fragment:
         *,
         taking: Sequence[bool] | None = None,
         label: Callable[[int], str] = "parameter {}".format,
+        problem: str | None = None,
     ) -> None:
         self._given = tensors
         self._taking = [True] * len(tensors) if taking is None else list(taking)
         self._label = label
-        self._problem: str | None = None
+        self._problem = problem
         self._members: list[tuple[torch.dtype, torch.device, torch.Tensor]] = []
         self._positions: list[int] = []
         self.digest = self._read()

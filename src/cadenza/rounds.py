@@ -28,6 +28,7 @@ from cadenza.errors import (
     NotFiniteError,
     NothingToAverageError,
     RoundAbortedError,
+    RoundError,
     TransportError,
     UnsupportedTensorError,
 )
@@ -63,7 +64,7 @@ def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atom
             transport = connect(group)
         except TransportError as error:
             raise _unsent(step, error) from error
-        run_round(fragment, transport, Header(step, fragment.digest, able=True), atomic=atomic)
+        run_round(fragment, transport, Header(step, fragment.digest, able=True, atomic=atomic))
 
 
 def run_round(
@@ -72,7 +73,6 @@ def run_round(
     header: Header | None = None,
     *,
     problem: str | None = None,
-    atomic: bool = False,
     spread: bool = False,
 ) -> Passage:
     """Average a fragment in place over a transport; `spread` measures how far this member was from the mean."""
@@ -96,7 +96,7 @@ def run_round(
     passage = Passage(headers, shares(headers))
     work.scale = passage.weights[transport.position] * len(headers)
     with _abandoning(transport):
-        if atomic:
+        if header.atomic:
             _land_together(work, transport, header.step, number)
         else:
             spread2 = _land_one_by_one(work, header.step, spread)
@@ -174,7 +174,7 @@ def open_round(
         headers = [Header.unpack(reply) for reply in replies()]
         if len({header.intent for header in headers}) == 1 and header.able:
             return headers
-        raise _disagreement(transport, Stance(header.step, problem, describe()), headers)
+        raise _disagreement(transport, Stance(header.step, problem, describe(), header.atomic), headers)
     except TransportError as error:
         raise _unsent(header.step, error) from error
 
@@ -330,7 +330,11 @@ def _land_together(work: _Pipeline, transport: Transport, step: int, number: int
         if isinstance(error, TransportError):
             raise _aborted(step, str(error)) from error
         raise
-    if not vote.ready():
+    try:
+        committed = vote.ready()
+    except TransportError as error:
+        raise RoundError(f"The round at step {step} failed. {error}") from error
+    if not committed:
         raise _aborted(step, "Another rank failed, or did not come to the vote in time.")
     for number, mean in scratch.items():
         work.buckets[number].unpack(mean)

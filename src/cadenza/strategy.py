@@ -159,6 +159,11 @@ class Strategy:
                     f"Levels go from the innermost, which meets most often, to the outermost; but {inner.describe()} "
                     f"comes before {outer.describe()}. Swap them, or change their periods."
                 )
+        if any(level.schedule.uses_drift for level in self.levels[:-1]):
+            raise ValueError(
+                "Only the outermost level can follow the drift: that of an inner level is another number in every "
+                "group, and their periods would differ."
+            )
         if self.balanced and (len(self.levels) > 1 or self.delay or not isinstance(self.levels[0].schedule, Every)):
             raise ValueError(
                 "balanced works with one level that meets every(n) steps and no delay: other workers' steps are not "

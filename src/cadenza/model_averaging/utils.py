@@ -36,7 +36,7 @@ def average_parameters(
     """
     group = resolve(process_group)
     if is_member(group):
-        average(Fragment(_tensors(params)), group, atomic=atomic)
+        average(_all_given(params), group, atomic=atomic)
 
 
 def get_params_to_average(params: Params) -> list[torch.nn.Parameter]:
@@ -71,13 +71,36 @@ def average_at_step(params: Params, process_group: dist.ProcessGroup | None, *, 
     group = resolve(process_group)
     if not is_member(group):
         return
-    labelled = list(_labelled(params))
-    fragment = Fragment(
+    average(_with_gradients(params), group, step=step, atomic=atomic)
+
+
+def _all_given(params: Iterable[torch.Tensor]) -> Fragment:
+    """Return all the given tensors as one fragment."""
+    try:
+        _refuse_lone(params)
+        tensors = list(params)
+        for i, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"Parameters are tensors; number {i} is of type {type(tensor).__name__}.")
+        return Fragment(tensors)
+    except TypeError as error:
+        return Fragment([], problem=str(error))
+
+
+def _with_gradients(params: Params) -> Fragment:
+    """Return the given parameters as one fragment in which those with a gradient take part.
+
+    What is no parameter becomes the fragment's problem, which the round tells to every rank.
+    """
+    try:
+        labelled = list(_labelled(params))
+    except (TypeError, NotImplementedError) as error:
+        return Fragment([], problem=str(error))
+    return Fragment(
         [param for _, param in labelled],
         taking=[param.grad is not None for _, param in labelled],
         label=lambda i: labelled[i][0],
     )
-    average(fragment, group, step=step, atomic=atomic)
 
 
 def _labelled(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -92,15 +115,6 @@ def _labelled(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
                 yield f"parameter {j} of group {i}" + (f" ({name})" if name else ""), param
         else:
             raise NotImplementedError(f"Parameter input of type {type(item)} is not supported")
-
-
-def _tensors(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    _refuse_lone(params)
-    tensors = list(params)
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"Parameters are tensors; number {i} is of type {type(tensor).__name__}.")
-    return tensors
 
 
 def _refuse_lone(params: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mean_into", "scales_first", "share"]
+__all__ = ["divide", "mean_into", "share"]
 
 _BLOCK = 1 << 16  # values; the fp32 scratch of a 16-bit sum stays in the cache
 
@@ -36,22 +36,24 @@ def mean_into(out: torch.Tensor, rows: torch.Tensor) -> None:
         out[start : start + _BLOCK].copy_(mean)
 
 
-def scales_first(members: int) -> bool:
-    """Tell whether values are divided before they are summed.
-
-    A power of two divides without rounding, so that large values cannot overflow in the sum. Any other number divides
-    the sum, so that the mean of equal values is that value.
-    """
-    return members & (members - 1) == 0
+def divide(values: torch.Tensor, members: int) -> None:
+    """Divide in place by the number of members; done before the sum, so that large values do not overflow in it."""
+    if _is_power_of_two(members):
+        values.mul_(1 / members)  # the same bits, and quicker
+    else:
+        values.div_(members)
 
 
 def _mean(out: torch.Tensor, rows: torch.Tensor) -> None:
     members = len(rows)
-    factor = 1 / members if scales_first(members) else 1
     out.copy_(rows[0])
-    if factor != 1:
-        out.mul_(factor)
+    divide(out, members)
     for row in rows[1:]:
-        out.add_(row, alpha=factor)
-    if factor == 1:
-        out.div_(members)
+        if _is_power_of_two(members):
+            out.add_(row, alpha=1 / members)
+        else:
+            out.add_(row.to(out.dtype) / members)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

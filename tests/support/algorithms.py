@@ -1,0 +1,334 @@
+"""The algorithms as published, simulated over several workers in one process: plain loops over lists of tensors.
+
+Each takes `Workers` and returns what every worker held after every step, and at the end after `finish()`: one list of
+flat tensors (one a worker) for each of them. Nothing here is fast, clever or shared with Cadenza, except that codecs
+write and read their own bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from cadenza.codecs import Codec
+from support.models import Case
+
+History = list[list[torch.Tensor]]
+
+
+class Workers:
+    """Copies of a model in one process, each with its own optimizer and data; all start from the first one's values."""
+
+    def __init__(self, case: Case, count: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+        self.case = case
+        self.models = [case.model(rank) for rank in range(count)]
+        for model in self.models[1:]:
+            model.load_state_dict(self.models[0].state_dict())
+        self.optimizers = [optimizer(model) for model in self.models]
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    @property
+    def parameters(self) -> list[list[torch.Tensor]]:
+        """The tensors of each worker, which algorithms change in place."""
+        return [[p.data for p in model.parameters() if p.requires_grad] for model in self.models]
+
+    def local_step(self, n: int) -> None:
+        """Every worker takes step `n` on its own data."""
+        for rank in range(len(self)):
+            self.backward(rank, n)
+            self.optimizers[rank].step()
+
+    def backward(self, rank: int, n: int) -> None:
+        self.optimizers[rank].zero_grad()
+        self.case.backward(self.models[rank], rank, n)
+
+    def step_on_mean_gradient(self, n: int) -> None:
+        """All workers take step `n` together."""
+        for rank in range(len(self)):
+            self.backward(rank, n)
+        for copies in zip(*(model.parameters() for model in self.models), strict=True):
+            gradient = mean([copy.grad for copy in copies if copy.grad is not None])
+            for copy in copies:
+                copy.grad = gradient.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [flat(tensors) for tensors in self.parameters]
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One copy of all values, side by side."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unflatten(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write flat values back into the tensors."""
+    for part, tensor in zip(values.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def mean(rows: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
+    """Sum in the order of the workers, then divide; or the weighted sum."""
+    total = torch.zeros_like(rows[0])
+    for row, weight in zip(rows, weights or [1.0] * len(rows), strict=True):
+        total = total + weight * row
+    return total if weights else total / len(rows)
+
+
+def average(workers: Workers, members: Sequence[int] | None = None) -> None:
+    """Give the members (everyone, if None) the mean of their parameters."""
+    chosen = [workers.parameters[rank] for rank in members or range(len(workers))]
+    for copies in zip(*chosen, strict=True):
+        value = mean(copies)
+        for copy in copies:
+            copy.copy_(value)
+
+
+def local_sgd(workers: Workers, steps: int, *, period: int) -> History:
+    """Average the parameters every `period` steps."""
+    return post_local_sgd(workers, steps, period=period, warmup_steps=0)
+
+
+def post_local_sgd(workers: Workers, steps: int, *, period: int, warmup_steps: int) -> History:
+    """Average gradients during the warm-up, then parameters every `period` steps after it."""
+    history = []
+    for n in range(1, steps + 1):
+        if n <= warmup_steps:
+            workers.step_on_mean_gradient(n)
+        else:
+            workers.local_step(n)
+            if (n - warmup_steps) % period == 0:
+                average(workers)
+        history.append(workers.snapshot())
+    average(workers)
+    return [*history, workers.snapshot()]
+
+
+def hierarchical(workers: Workers, steps: int, *, levels: dict[int, Sequence[Sequence[int]]]) -> History:
+    """Average the groups of the largest level that is due: {period: groups}, from the innermost."""
+    history = []
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        due = [groups for period, groups in levels.items() if n % period == 0]
+        for group in due[-1] if due else ():
+            average(workers, group)
+        history.append(workers.snapshot())
+    average(workers)
+    return [*history, workers.snapshot()]
+
+
+def late_local_sgd(workers: Workers, steps: int, *, period: int, delay: int) -> History:
+    """The mean of what was launched lands `delay` steps later, and what a worker learned meanwhile stays its own."""
+    history = []
+    launched: list[torch.Tensor] = []
+
+    def land() -> None:
+        for tensors, origin in zip(workers.parameters, launched, strict=True):
+            unflatten(mean(launched) + (flat(tensors) - origin), tensors)
+        launched.clear()
+
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        if launched and n % period == delay:
+            land()
+        if n % period == 0:
+            launched += workers.snapshot()
+        history.append(workers.snapshot())
+    if launched:
+        land()
+    average(workers)
+    return [*history, workers.snapshot()]
+
+
+def slowmo(workers: Workers, steps: int, *, period: int, alpha: float, beta: float, lr: float) -> History:
+    """m ← β·m + (anchor − mean)/lr; anchor ← anchor − α·lr·m. The inner momentum starts anew."""
+    history = []
+    anchor = workers.snapshot()[0]
+    momentum = torch.zeros_like(anchor)
+
+    def come_together() -> None:
+        nonlocal anchor, momentum
+        momentum = beta * momentum + (anchor - mean(workers.snapshot())) / lr
+        anchor = anchor - alpha * lr * momentum
+        for tensors, optimizer in zip(workers.parameters, workers.optimizers, strict=True):
+            unflatten(anchor, tensors)
+            for state in optimizer.state.values():
+                if "momentum_buffer" in state:
+                    state["momentum_buffer"].zero_()
+
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        if n % period == 0:
+            come_together()
+        history.append(workers.snapshot())
+    if steps % period:
+        come_together()
+    return [*history, workers.snapshot()]
+
+
+def diloco(workers: Workers, steps: int, *, period: int, lr: float = 0.7, momentum: float = 0.9) -> History:
+    """An outer step of Nesterov SGD on the mean difference from the anchor."""
+    whole = [list(range(len(workers.parameters[0])))]
+    return streaming_diloco(workers, steps, period=period, lr=lr, momentum=momentum, fragments=whole)
+
+
+def streaming_diloco(
+    workers: Workers,
+    steps: int,
+    *,
+    period: int,
+    lr: float,
+    fragments: Sequence[Sequence[int]],
+    momentum: float = 0.9,
+    delay: int = 0,
+    alpha: float = 0.0,
+) -> History:
+    """DiLoCo in fragments (lists of parameters' positions) that take turns, land late, and mix with local values."""
+    history = []
+    count = len(fragments)
+    turns = [(p + 1) * period // count % period for p in range(count)]
+    anchors = [[workers.parameters[0][k].clone() for k in fragment] for fragment in fragments]
+    outers = [torch.optim.SGD(anchor, lr=lr, momentum=momentum, nesterov=True) for anchor in anchors]
+    flying: dict[int, tuple[int, list[torch.Tensor]]] = {}
+    met_at = dict.fromkeys(range(count), 0)
+
+    def launch(p: int, n: int) -> None:
+        """Take the mean difference, now; it lands at step n + delay."""
+        deltas = []
+        for place, k in enumerate(fragments[p]):
+            deltas.append(mean([anchors[p][place] - tensors[k] for tensors in workers.parameters]))
+        flying[p] = (n, deltas)
+
+    def land(p: int, kept: float) -> None:
+        _, deltas = flying.pop(p)
+        for anchor, delta in zip(anchors[p], deltas, strict=True):
+            anchor.grad = delta
+        outers[p].step()
+        for tensors in workers.parameters:
+            for place, k in enumerate(fragments[p]):
+                tensors[k].copy_(kept * tensors[k] + (1 - kept) * anchors[p][place])
+
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        for p in list(flying):
+            if n == flying[p][0] + delay:
+                land(p, alpha)
+        for p in range(count):
+            if n % period == turns[p]:
+                launch(p, n)
+                if not delay:
+                    land(p, alpha)
+                    met_at[p] = n
+        history.append(workers.snapshot())
+    for p in sorted(flying):
+        land(p, alpha)
+    for p in range(count):
+        if alpha or met_at[p] != steps:  # otherwise all hold the same already
+            launch(p, steps)
+            land(p, 0.0)
+    return [*history, workers.snapshot()]
+
+
+def sparse_loco(
+    workers: Workers, steps: int, *, period: int, codec: Codec, decay: float = 0.95, lr: float = 1.0
+) -> History:
+    """Top-k of (difference + what was not sent before); the union is averaged; an outer step of plain SGD."""
+    history = []
+    anchor = workers.snapshot()[0]
+    left = [torch.zeros_like(anchor) for _ in range(len(workers))]
+
+    def come_together() -> None:
+        wanted = [anchor - x + rest for x, rest in zip(workers.snapshot(), left, strict=True)]
+        sent = [round_trip(codec, values) for values in wanted]
+        for rest, values, got in zip(left, wanted, sent, strict=True):
+            rest.copy_(decay * (values - got))
+        anchor.sub_(lr * mean(sent))
+        for tensors in workers.parameters:
+            unflatten(anchor, tensors)
+
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        if n % period == 0:
+            come_together()
+        history.append(workers.snapshot())
+    if steps % period:
+        come_together()
+    return [*history, workers.snapshot()]
+
+
+def compressed_diloco(
+    workers: Workers, steps: int, *, period: int, codec: Codec, lr: float = 0.7, momentum: float = 0.9
+) -> History:
+    """DiLoCo whose differences are encoded, reduced by their owners and encoded once more, with error feedback."""
+    history = []
+    anchor = workers.snapshot()[0]
+    outer = torch.optim.SGD([anchor], lr=lr, momentum=momentum, nesterov=True)
+    reduction = EncodedMean(codec, len(workers), anchor.numel())
+
+    def come_together() -> None:
+        anchor.grad = reduction([anchor - x for x in workers.snapshot()])
+        outer.step()
+        for tensors in workers.parameters:
+            unflatten(anchor, tensors)
+
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        if n % period == 0:
+            come_together()
+        history.append(workers.snapshot())
+    if steps % period:
+        come_together()
+    return [*history, workers.snapshot()]
+
+
+def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    """What is left of values that were encoded and decoded."""
+    out = torch.empty_like(values)
+    codec.decode(encoded(codec, values), out)
+    return out
+
+
+def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    data = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values.contiguous(), data)
+    return data
+
+
+@dataclass
+class EncodedMean:
+    """The mean of encoded values: members encode what they have, owners decode, sum, and encode the sum once more.
+
+    What either encoding loses is kept by whoever encoded, times the codec's decay, and is added the next time. Owners
+    hold different parts, so that all their residuals together are as long as the values.
+    """
+
+    codec: Codec
+    members: int
+    numel: int
+    residuals: list[torch.Tensor] = field(init=False)
+    owners_residual: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.residuals = [torch.zeros(self.numel) for _ in range(self.members)]
+        self.owners_residual = torch.zeros(self.numel)
+
+    def __call__(self, contributions: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
+        decay = self.codec.feedback or 0.0
+        weights = weights or [1 / self.members] * self.members
+        total = torch.zeros(self.numel)
+        for rank, (values, weight) in enumerate(zip(contributions, weights, strict=True)):
+            wanted = values + self.residuals[rank]
+            self.codec.decode_add(encoded(self.codec, wanted), total, weight)
+            self.residuals[rank] = decay * (wanted - round_trip(self.codec, wanted))
+        if self.codec.sparse:  # everyone sums; nobody encodes the sum
+            return total
+        total = total + self.owners_residual
+        result = round_trip(self.codec, total)
+        self.owners_residual = decay * (total - result)
+        return result
