@@ -8,7 +8,6 @@ a difference.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Sequence
 
@@ -20,14 +19,12 @@ from cadenza.process_groups import store_of
 
 __all__ = ["check_door"]
 
-_visits = itertools.count()
-
 
 def check_door(group: dist.ProcessGroup, *, terms: str, model: Sequence[str]) -> None:
     """Compare the terms (strategy, version) and the model's description over a group; raise on every rank alike."""
     store = store_of(group)
-    key = f"cadenza/door/{next(_visits)}"
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    key = f"cadenza/door/{store.add(f'cadenza/visits/{rank}', 1)}"  # counted by rank and group, so that all agree
     mine = json.dumps([terms, list(model)])
     store.set(f"{key}/text/{rank}", mine)
     store.set(f"{key}/hash/{rank}", hashlib.blake2b(mine.encode(), digest_size=16).hexdigest())

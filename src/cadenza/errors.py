@@ -10,6 +10,7 @@
     ├── TopologyError           levels that do not nest or do not fit        (also a ValueError)
     ├── NotFiniteError          a value is NaN or infinite                   (also a ValueError)
     ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
+    ├── CheckpointError         a saved state that is damaged or does not fit (also a ValueError)
     ├── TransportError          a peer or the network failed                 (also a RuntimeError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
         ├── RoundAbortedError   they are as they were, on every rank
@@ -24,6 +25,7 @@ True
 
 __all__ = [
     "CadenzaError",
+    "CheckpointError",
     "DisagreementError",
     "MixedParametersError",
     "NotFiniteError",
@@ -68,6 +70,10 @@ class NotFiniteError(CadenzaError, ValueError):
 
 class DisagreementError(CadenzaError, RuntimeError):
     """The members of a round were about to send different things; nothing was sent."""
+
+
+class CheckpointError(CadenzaError, ValueError):
+    """A saved state that is damaged, incomplete, or of another strategy or model; nothing was changed."""
 
 
 class TransportError(CadenzaError, RuntimeError):

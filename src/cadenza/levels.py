@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cadenza.agreement import Header
 from cadenza.errors import TopologyError
 from cadenza.exchange import Stage
 from cadenza.fragments import Fragment
@@ -51,7 +50,7 @@ class LevelGroup:
         """Replace tensors by their plain mean, in place."""
         if tensors and not self.alone:
             fragment = _fragment(tensors)
-            run_round(fragment, self.transport, Header(step, fragment.digest, able=True))
+            run_round(fragment, self.transport, step=step)
 
     @torch.no_grad()
     def take_largest(self, counters: Mapping[str, torch.Tensor]) -> None:

@@ -64,7 +64,7 @@ def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atom
             transport = connect(group)
         except TransportError as error:
             raise _unsent(step, error) from error
-        run_round(fragment, transport, Header(step, fragment.digest, able=True, atomic=atomic))
+        run_round(fragment, transport, step=step, atomic=atomic)
 
 
 def run_round(
@@ -72,12 +72,14 @@ def run_round(
     transport: Transport,
     header: Header | None = None,
     *,
+    step: int = 0,
+    atomic: bool = False,
     problem: str | None = None,
     spread: bool = False,
 ) -> Passage:
     """Average a fragment in place over a transport; `spread` measures how far this member was from the mean."""
     fragment.refuse_mesh_overlap(transport.members, transport.members[transport.position])
-    header = header or Header(0, fragment.digest, able=True)
+    header = header or Header(step, fragment.digest, able=True, atomic=atomic)
     number = transport.next_round()
     if len(transport.members) == 1:
         _check_content(fragment)

@@ -11,7 +11,7 @@ import math
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import cadenza
+from cadenza import state
 from cadenza.agreement import Header
 from cadenza.balance import Balance
 from cadenza.door import check_door
@@ -218,6 +219,22 @@ class Synchronizer:
             with torch.no_grad():
                 for name, tensor in tensors.items():
                     tensor.copy_(kept[name])
+
+    def state_dict(self) -> dict[str, torch.Tensor | str]:
+        """Return what this worker needs to go on from here: a flat dict of tensors and JSON.
+
+        It is local, never a collective; it waits for rounds in flight but lands none, so the trajectory stays as it is.
+        """
+        return state.state_dict(self)
+
+    def load_state_dict(self, saved: Mapping[str, torch.Tensor | str]) -> None:
+        """Go on from a saved state, at any step; restore the model and the optimizer beside it (`cadenza.checkpoint`).
+
+        As many workers as saved resume bit for bit, each from its own state. Another number takes the dicts of all
+        workers, merged: worker j goes on from entry j mod N. What does not fit is refused before anything is changed.
+        """
+        self._check_open()
+        state.load_state_dict(self, saved)
 
     def close(self) -> None:
         """Let go of threads, hooks and groups without any collective; parameters stay as they are."""
