@@ -74,11 +74,11 @@ def unflatten(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def mean(rows: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Sum in the order of the workers, then divide; or the weighted sum."""
+    """Divide and sum up in the order of the workers; or the weighted sum."""
     total = torch.zeros_like(rows[0])
-    for row, weight in zip(rows, weights or [1.0] * len(rows), strict=True):
-        total = total + weight * row
-    return total if weights else total / len(rows)
+    for i, row in enumerate(rows):
+        total = total + (row * weights[i] if weights else row / len(rows))
+    return total
 
 
 def average(workers: Workers, members: Sequence[int] | None = None) -> None:
@@ -106,7 +106,8 @@ def post_local_sgd(workers: Workers, steps: int, *, period: int, warmup_steps: i
             if (n - warmup_steps) % period == 0:
                 average(workers)
         history.append(workers.snapshot())
-    average(workers)
+    if (steps - warmup_steps) % period:
+        average(workers)
     return [*history, workers.snapshot()]
 
 
@@ -119,7 +120,8 @@ def hierarchical(workers: Workers, steps: int, *, levels: dict[int, Sequence[Seq
         for group in due[-1] if due else ():
             average(workers, group)
         history.append(workers.snapshot())
-    average(workers)
+    if steps % max(levels):
+        average(workers)
     return [*history, workers.snapshot()]
 
 
