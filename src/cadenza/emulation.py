@@ -1,0 +1,341 @@
+"""A small network on one Linux machine: hosts with shaped links to a switch, links to cut, bytes counted.
+
+Every host is a network namespace with one interface, `eth0`; its link ends at a bridge in a namespace of its own, so
+that the machine's own network is never touched. ``tc … tbf`` limits the rate at both ends of a link. Hosts of several
+sites have a bridge a site, and one slower link from each bridge to the first. All is gone when the block ends::
+
+    with Network(4, rate="100mbit") as network:
+        outputs = network.run([sys.executable, "train.py"])      # one rank on each host, as torchrun would start it
+        print([host.bytes_sent() for host in network.hosts])
+
+From the shell: ``python -m cadenza.emulation --hosts 4 --rate 100mbit -- python train.py``.
+
+It needs root, and iproute2's `ip` and `tc`; `available` tells what is missing. A program that was killed (SIGKILL,
+SIGTERM) leaves its namespaces behind; `remove_leftovers` removes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Self
+
+from cadenza.errors import CadenzaError
+
+__all__ = ["Host", "Network", "available", "remove_leftovers"]
+
+INTERFACE = "eth0"
+_PREFIX = "cadenza"
+_BURST = "128kb"  # as much may pass at once; small against what a second carries, large against a timer's tick
+_LATENCY = "300ms"  # how long a packet may wait in the shaper before it is dropped
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+_MASTER_PORT = 29500  # every network has ports of its own, so this one is always free
+
+
+@functools.cache
+def available() -> str | None:
+    """Return why networks cannot be emulated here, or None if they can.
+
+    >>> reason = available()
+    >>> reason is None or "emulat" in reason
+    True
+    """
+    if sys.platform != "linux":
+        return f"Emulating a network needs Linux's network namespaces; this is {sys.platform}."
+    if os.geteuid() != 0:
+        return (
+            "Emulating a network needs root, to make network namespaces; run it with sudo, or in a container as root."
+        )
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=_PATH) is None]
+    if missing:
+        return f"Emulating a network needs {' and '.join(missing)}; install iproute2."
+    trial = Network([1, 1], rate="1gbit", between="1gbit")
+    try:
+        trial.build()
+        return None
+    except CadenzaError as error:
+        return f"Emulating a network does not work here, though this is root: {error}"
+    finally:
+        trial.remove()
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a network: a namespace with one interface and one address.
+
+    >>> Host("cadenza-1-ab-h0", address="10.77.0.1", site=0).command(["ping", "-c1", "10.77.0.2"])
+    ['ip', 'netns', 'exec', 'cadenza-1-ab-h0', 'ping', '-c1', '10.77.0.2']
+    """
+
+    name: str
+    address: str
+    site: int
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs `argv` on this host."""
+        return ["ip", "netns", "exec", self.name, *argv]
+
+    def bytes_sent(self) -> int:
+        """Return how many bytes have left this host's interface since the network was made."""
+        return self._count("tx_bytes")
+
+    def bytes_received(self) -> int:
+        """Return how many bytes have come in at this host's interface since the network was made."""
+        return self._count("rx_bytes")
+
+    def _count(self, what: str) -> int:
+        return int(_call(self.command(["cat", f"/sys/class/net/{INTERFACE}/statistics/{what}"])))
+
+
+class Network:
+    """A network that exists inside a ``with`` block.
+
+    Two networks may exist at once: their hosts have the same addresses and do not see each other.
+
+    Args:
+        hosts: How many, or how many at each site: ``[2, 2]`` is two sites of two hosts.
+        rate: What a host's link carries in each direction, in `tc`'s words ("100mbit", "1gbit"); None: no limit.
+        between: The same for a site's link to the other sites.
+
+    >>> with Network(2, rate="100mbit") as network:  # doctest: +SKIP
+    ...     [host.address for host in network.hosts]
+    ['10.77.0.1', '10.77.0.2']
+    """
+
+    def __init__(self, hosts: int | Sequence[int], *, rate: str | None = None, between: str | None = None) -> None:
+        self.sites = [hosts] if isinstance(hosts, int) else list(hosts)
+        if not self.sites or not all(1 <= count <= 250 for count in self.sites) or len(self.sites) > 250:
+            raise ValueError(f"A network has 1 to 250 sites of 1 to 250 hosts each; got {hosts}.")
+        if between is not None and len(self.sites) == 1:
+            raise ValueError("between is the rate between sites, and there is one site; give hosts as [2, 2].")
+        self.rate, self.between = _check_rate("rate", rate), _check_rate("between", between)
+        self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._switch = f"{self._name}-sw"
+        self.hosts = tuple(
+            Host(f"{self._name}-h{number}", f"10.77.{site}.{place + 1}", site)
+            for number, (site, place) in enumerate(
+                (site, place) for site, count in enumerate(self.sites) for place in range(count)
+            )
+        )
+
+    def __enter__(self) -> Self:
+        if (reason := available()) is not None:
+            raise CadenzaError(reason)
+        try:
+            self.build()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # ---- what users call -------------------------------------------------------------------------------------------
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return what torchrun would tell the rank on the host of that number, and which interface Gloo is to use."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": str(_MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+
+    def run(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> list[str]:
+        """Run a command as one rank on every host, and return what each wrote to its standard output.
+
+        Args:
+            argv: The command; the same on all hosts, which differ by their environment.
+            env: Environment variables for all of them, beside this process's own.
+            timeout_s: After so long, all are ended and TimeoutError is raised.
+
+        Raises:
+            CadenzaError: One of them failed. The others are ended, and the message holds the end of its standard error.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * len(self.hosts))]
+            ranks: list[subprocess.Popen[str]] = []
+            stack.callback(_end, ranks)
+            for rank, host in enumerate(self.hosts):
+                environment = {**os.environ, "PATH": _PATH, **(env or {}), **self.environment(rank)}
+                out, err = files[2 * rank], files[2 * rank + 1]
+                ranks.append(subprocess.Popen(host.command(argv), env=environment, stdout=out, stderr=err, text=True))
+            while None in (codes := [process.poll() for process in ranks]) and not any(codes):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{argv[0]} did not end within {timeout_s:g} s on all hosts.")
+                time.sleep(0.02)
+            for rank, code in enumerate(codes):
+                if code:
+                    error = _text(files[2 * rank + 1])[-4000:]
+                    raise CadenzaError(f"{argv[0]} failed on host {rank} with code {code}:\n{error}")
+            return [_text(file) for file in files[::2]]
+
+    def cut(self, host: Host) -> None:
+        """Take a host's cable out of the switch: packets are lost and nobody is told; `heal` puts it back."""
+        self._ip("-n", self._switch, "link", "set", self._port(host), "nomaster")
+
+    def heal(self, host: Host) -> None:
+        """Put a host's cable back into the switch."""
+        self._ip("-n", self._switch, "link", "set", self._port(host), "master", f"site{host.site}")
+
+    def cut_site(self, site: int) -> None:
+        """Cut a site off from the others; inside it nothing changes."""
+        self._ip("-n", self._switch, "link", "set", f"up{self._uplink(site)}", "nomaster")
+
+    def heal_site(self, site: int) -> None:
+        """Connect a site with the others again."""
+        uplink = self._uplink(site)
+        self._ip("-n", self._switch, "link", "set", f"up{uplink}", "master", f"site{uplink}")
+
+    # ---- making and removing ---------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Make the namespaces and the links; a ``with`` block does it, and takes them away again."""
+        self._ip("netns", "add", self._switch)
+        for site in range(len(self.sites)):
+            self._ip("-n", self._switch, "link", "add", f"site{site}", "type", "bridge", "forward_delay", "0")
+            self._ip("-n", self._switch, "link", "set", f"site{site}", "addrgenmode", "none", "up")
+            if site:
+                self._link_sites(site)
+        for host in self.hosts:
+            self._link_host(host)
+
+    def _link_host(self, host: Host) -> None:
+        port = self._port(host)
+        self._ip("netns", "add", host.name)
+        end = ["peer", "name", INTERFACE, "netns", host.name]
+        self._ip("-n", self._switch, "link", "add", port, "type", "veth", *end)
+        self._shape(self._switch, port, self.rate)
+        self._shape(host.name, INTERFACE, self.rate)
+        self._ip("-n", self._switch, "link", "set", port, "master", f"site{host.site}", "addrgenmode", "none", "up")
+        self._ip("-n", host.name, "link", "set", "lo", "up")
+        self._ip("-n", host.name, "link", "set", INTERFACE, "addrgenmode", "none", "up")
+        self._ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
+
+    def _link_sites(self, site: int) -> None:
+        """Lay a cable from a site's bridge to the first site's."""
+        ends = {f"up{site}": f"site{site}", f"down{site}": "site0"}
+        first, second = ends
+        self._ip("-n", self._switch, "link", "add", first, "type", "veth", "peer", "name", second)
+        for end, bridge in ends.items():
+            self._shape(self._switch, end, self.between)
+            self._ip("-n", self._switch, "link", "set", end, "master", bridge, "addrgenmode", "none", "up")
+
+    def _shape(self, namespace: str, interface: str, rate: str | None) -> None:
+        if rate is not None:
+            shaper = ["root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
+            _call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *shaper])
+
+    def remove(self) -> None:
+        """End whatever still runs on the hosts, and remove all that `build` has made so far."""
+        _remove([self._switch, *(host.name for host in self.hosts)])
+
+    def _port(self, host: Host) -> str:
+        return f"h{self.hosts.index(host)}"
+
+    def _uplink(self, site: int) -> int:
+        """Return the site whose cable connects this one with the others; the first has one only if there are two."""
+        if not 0 <= site < len(self.sites) or len(self.sites) == 1:
+            raise ValueError(f"Site {site} cannot be cut off: the network has {len(self.sites)} site(s).")
+        if site:
+            return site
+        if len(self.sites) > 2:
+            raise ValueError("Site 0 is where the links of all other sites end; cut those instead.")
+        return 1
+
+    @staticmethod
+    def _ip(*arguments: str) -> None:
+        _call(["ip", *arguments])
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the namespaces of programs that were killed before they could, and return their names.
+
+    >>> remove_leftovers()  # doctest: +SKIP
+    ['cadenza-4711-0f3a5c-sw', 'cadenza-4711-0f3a5c-h0']
+    """
+    names = [line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines() if line.strip()]
+    owned = [(name, match[1]) for name in names if (match := re.match(rf"{_PREFIX}-(\d+)-[0-9a-f]+-", name))]
+    left = [name for name, owner in owned if not os.path.exists(f"/proc/{owner}")]
+    _remove(left)
+    return left
+
+
+def _remove(namespaces: Sequence[str]) -> None:
+    """End what runs in the namespaces, then remove them; interfaces go with them."""
+    existing = {line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines() if line.strip()}
+    mine = [name for name in namespaces if name in existing]
+    for name in mine:
+        for process in _call(["ip", "netns", "pids", name]).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    for name in mine:
+        _call(["ip", "netns", "delete", name])
+
+
+def _call(argv: Sequence[str]) -> str:
+    environment = {**os.environ, "PATH": _PATH, "LC_ALL": "C"}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CadenzaError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _check_rate(name: str, rate: str | None) -> str | None:
+    if rate is None or re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate):
+        return rate
+    raise ValueError(f'{name} is a number and a unit of bits a second, such as "100mbit" or "1gbit"; got {rate!r}.')
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command as one rank on every host of a new network, and print what rank 0 wrote."""
+    parser = argparse.ArgumentParser(prog="python -m cadenza.emulation", description=main.__doc__)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="how many, for each site")
+    parser.add_argument("--rate", help='what a link carries, such as "100mbit"')
+    parser.add_argument("--between", help="what a link between sites carries")
+    parser.add_argument("command", nargs="+", help="after --, what to run")
+    given = parser.parse_args(arguments)
+    with Network(given.hosts, rate=given.rate, between=given.between) as network:
+        sys.stdout.write(network.run(given.command)[0])
+        for host in network.hosts:
+            sys.stderr.write(f"{host.address} sent {host.bytes_sent() / 1e6:.1f} MB\n")
+
+
+if __name__ == "__main__":
+    main()
