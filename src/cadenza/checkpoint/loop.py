@@ -1,0 +1,276 @@
+"""The state of a training loop beside the synchronizer's: model, optimizers, random numbers, and what users add.
+
+It lies under the worker's root as well: `worker/ID/model/…`, `worker/ID/optimizer/…`, `worker/ID/random/…`, all
+tensors, and `worker/ID/loop`, JSON that says how they belong together and holds everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from cadenza.errors import CheckpointError
+from cadenza.state import Restoration, State, read_json
+
+__all__ = ["Loop", "belongs_to_loop", "collect_loop", "optimizers_of", "prepare_loop"]
+
+
+def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return one optimizer or several as a list."""
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def collect_loop(
+    root: str, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any] | None
+) -> State:
+    """Return what the loop needs to go on: the tensors themselves, to be written before training goes on."""
+    writer = _Writer(root)
+    told = {
+        "model": writer.write("model", _unwrapped(model).state_dict()),
+        "optimizer": writer.write("optimizer", [optimizer.state_dict() for optimizer in optimizers]),
+        "random": writer.write("random", _random_state()),
+        "extra": _checked_extra(extra),
+    }
+    return {f"{root}/loop": json.dumps(told), **writer.tensors}
+
+
+def belongs_to_loop(key: str) -> bool:
+    """Say whether a key of a worker is the loop's, and not the synchronizer's.
+
+    >>> belongs_to_loop("worker/0/model/weight"), belongs_to_loop("worker/0/level/0/fragment/0/residual/0")
+    (True, False)
+    """
+    return key.split("/")[2] in ("model", "optimizer", "random", "loop")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A saved state of a loop that was found to fit the model and the optimizers."""
+
+    extra: dict[str, Any] | None
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    _values: dict[str, Any]
+    _optimizers: list[dict[str, Any]]
+    _random: dict[str, Any] | None
+
+    def apply(self) -> None:
+        """Give the state to the model, the optimizers and the generators of random numbers."""
+        self.model.load_state_dict(self._values)
+        for optimizer, saved in zip(self.optimizers, self._optimizers, strict=True):
+            optimizer.load_state_dict(saved)
+        if self._random is not None:
+            _set_random_state(self._random)
+
+
+def prepare_loop(
+    state: Mapping[str, torch.Tensor | str],
+    restoration: Restoration,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Loop:
+    """Check that a state belongs to this model and these optimizers, before anything is changed."""
+    root = f"worker/{restoration.worker}"
+    if f"{root}/loop" not in state:
+        raise CheckpointError(f"This state has no {root}/loop: it was not saved by cadenza.checkpoint.")
+    told = read_json(f"{root}/loop", state[f"{root}/loop"])
+    saved = {name: _read(told[name], state) for name in ("model", "optimizer", "random")}
+    inner = _unwrapped(model)
+    values = _fitted_model(saved["model"], inner.state_dict())
+    states = _fitted_optimizers(saved["optimizer"], optimizers)
+    # Of workers that go on from one entry, only one may draw its random numbers.
+    return Loop(told["extra"], inner, optimizers, values, states, saved["random"] if restoration.first else None)
+
+
+# ---- values and JSON -------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Turns nested values into JSON, and puts the tensors among them into a flat dict."""
+
+    def __init__(self, root: str) -> None:
+        self.tensors: State = {}
+        self._root = root
+        self._known: dict[tuple[Any, ...], str] = {}
+
+    def write(self, path: str, value: Any) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value)  # JSON holds it in as many digits as it needs to come back to the bit
+        if isinstance(value, torch.Tensor):
+            return self._tensor(path, value)
+        if isinstance(value, Mapping):
+            keys = {key: self.write(f"{path}, a key", key) for key in value}
+            return {"dict": [[keys[key], self.write(f"{path}/{key}", item)] for key, item in value.items()]}
+        if isinstance(value, list | tuple):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [self.write(f"{path}/{i}", item) for i, item in enumerate(value)]}
+        raise CheckpointError(
+            f"{path} is a {type(value).__name__}, which has no place in a checkpoint without pickle: only tensors, "
+            "numbers, texts, lists, tuples and dicts of them do. Leave it out of the state_dict, or save it yourself."
+        )
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        local = _local(tensor.detach())
+        # Memory that is held twice (tied weights) is written once.
+        memory = (local.data_ptr(), local.device, local.dtype, *local.shape, *local.stride())
+        key = f"{self._root}/{path}"
+        if local.numel():
+            key = self._known.setdefault(memory, key)
+        self.tensors[key] = local
+        told: dict[str, Any] = {"tensor": key}
+        if not local.is_contiguous() and 0 not in local.stride():
+            told["stride"] = local.stride()  # kernels may round differently along other strides
+        return told
+
+
+def _read(told: Any, state: Mapping[str, torch.Tensor | str]) -> Any:
+    """Return nested values as they were before `_Writer` wrote them."""
+    if not isinstance(told, dict):
+        return told
+    if "tensor" in told:
+        tensor = state.get(told["tensor"])
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"The state has no tensor {told['tensor']}.")
+        if "stride" not in told:
+            return tensor
+        return torch.empty_strided(tensor.shape, told["stride"], dtype=tensor.dtype).copy_(tensor)
+    if "dict" in told:
+        return {_read(key, state): _read(item, state) for key, item in told["dict"]}
+    if "tuple" in told:
+        return tuple(_read(item, state) for item in told["tuple"])
+    return [_read(item, state) for item in told["list"]]
+
+
+def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if extra is None:
+        return None
+    try:
+        same = json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra must be a dict that JSON can hold; got {extra!r} ({error}).") from error
+    if same != extra:
+        raise CheckpointError(f"extra must come back from JSON as it was; {extra!r} comes back as {same!r}.")
+    assert isinstance(same, dict)
+    return same
+
+
+# ---- models and optimizers -------------------------------------------------------------------------------------------
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's own module, so that a run may go on under other wrappers."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return model if inner is None else _unwrapped(inner)
+
+
+def _fitted_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved values as `load_state_dict` wants them; refuse those of another model."""
+    for name in (*saved, *here):
+        then, now = (_facts(values[name]) if name in values else "nothing" for values in (saved, here))
+        if then != now:
+            raise CheckpointError(
+                f"This checkpoint is of another model: {name} is {then} in it, and {now} here. Nothing was changed."
+            )
+    return {name: _like(value, here[name]) for name, value in saved.items()}
+
+
+def _fitted_optimizers(
+    saved: Sequence[dict[str, Any]], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]:
+    then, now = ([_sizes(s["param_groups"]) for s in states] for states in (saved, map(_described, optimizers)))
+    if then != now:
+        raise CheckpointError(
+            f"This checkpoint's optimizers have groups of {then} parameters, those here of {now}. Build them as they "
+            "were. Nothing was changed."
+        )
+    return [_sharded(state, optimizer) for state, optimizer in zip(saved, optimizers, strict=True)]
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"param_groups": optimizer.param_groups}
+
+
+def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _sharded(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's saved state with the state of sharded parameters sharded like them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    of = dict(zip(numbers, parameters, strict=True))
+    states = {
+        number: {key: _like(_copied(value), of[number]) for key, value in kept.items()}
+        for number, kept in saved["state"].items()
+    }
+    return {**saved, "state": states}
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor: `load_state_dict` of an optimizer takes it as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _facts(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    local = _local(value)
+    return f"{tuple(local.shape)} {str(local.dtype).removeprefix('torch.')}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def _like(value: Any, there: Any) -> Any:
+    """Return a tensor as a shard, if that is what it was a copy of."""
+    if not isinstance(value, torch.Tensor) or not _is_dtensor(there) or value.shape != _local(there).shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.to(there.device),
+        there.device_mesh,
+        there.placements,
+        run_check=False,
+        shape=there.shape,
+        stride=there.stride(),
+    )
+
+
+def _is_dtensor(value: Any) -> bool:
+    return hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
