@@ -228,7 +228,7 @@ class Fragment:
                 continue
             numel = view.numel()
             # Parameters that are the same memory are one contribution: averaged once, tied afterwards.
-            first = seen.setdefault((view.data_ptr(), numel, dtype, *view.stride()), i) if numel else i
+            first = seen.setdefault((view.data_ptr(), dtype, *view.shape, *view.stride()), i) if numel else i
             device = view.device
             codes += (_code(device), numel, first, *order)
             if first == i and numel:
@@ -242,35 +242,41 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fill(views: Sequence[torch.Tensor], device: torch.device, wire: torch.dtype, capacity: int) -> Iterator[Bucket]:
-    """Fill buckets in order, splitting what does not fit."""
+    """Fill buckets to the brim, in order: where they are cut depends on sizes alone, and is the same on every rank."""
     bucket = Bucket(device, wire)
-    waiting = list(reversed(views))
-    while waiting:
-        view = waiting.pop()
-        room = capacity - bucket.numel
-        if view.numel() <= room:
-            bucket.add(view)
-            continue
-        whole, rest = _split(view, room)
-        waiting.extend(reversed(rest))
-        if whole is not None:
-            bucket.add(whole)
-        elif bucket.numel:
-            yield bucket
-            bucket = Bucket(device, wire)
+    for view in views:
+        start, numel = 0, view.numel()
+        while start < numel:
+            stop = min(numel, start + capacity - bucket.numel)
+            for piece in _run(view, start, stop):
+                bucket.add(piece)
+            start = stop
+            if bucket.numel == capacity:
+                yield bucket
+                bucket = Bucket(device, wire)
     if bucket.numel:
         yield bucket
 
 
-def _split(view: torch.Tensor, room: int) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Take what fits `room` off the front of a view; the rest comes back as views still to be placed."""
-    if room == 0:
-        return None, [view]
+def _run(view: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield views that hold the elements from `start` to `stop`, in logical order: few ones, as large as can be."""
+    if start == 0 and stop == view.numel():
+        yield view
+        return
+    if view.ndim == 1:
+        yield view[start:stop]
+        return
     row = view.numel() // view.shape[0]
-    rows = room // row
-    if rows:
-        return view[:rows], [view[rows:]]
-    return None, [*view.unbind(0)] if view.ndim > 1 else [view]
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _run(view[last], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _run(view[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield view[first:last]
+    if last * row < stop:
+        yield from _run(view[last], 0, stop - last * row)
 
 
 def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
@@ -281,7 +287,7 @@ def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
     equal positions.
     """
     local = _local(tensor)
-    if wire_dtype(local.dtype) is None or local.layout != torch.strided or local.is_meta or local.is_conj():
+    if wire_dtype(local.dtype) is None or local.layout != torch.strided or local.is_meta or _is_lazy(local):
         raise UnsupportedTensorError(_objection(local))
     if local.is_complex():
         local = torch.view_as_real(local)
@@ -306,9 +312,14 @@ def _objection(local: torch.Tensor) -> str:
         return f"has layout {local.layout}; only dense (strided) tensors can be averaged."
     if local.is_meta:
         return "is on the meta device and has no values; materialise it first."
-    if local.is_conj():
-        return "is a conjugate view; use .resolve_conj() to give it memory of its own."
+    if _is_lazy(local):
+        return "is a conjugate or negated view; use .resolve_conj().resolve_neg() to give it memory of its own."
     return f"has dtype {_name(local.dtype)}, which has no mean; only floating-point and complex tensors do."
+
+
+def _is_lazy(local: torch.Tensor) -> bool:
+    """Whether the memory holds other values than the tensor, which changes sign while it is read."""
+    return local.is_conj() or local.is_neg()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

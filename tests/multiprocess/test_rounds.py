@@ -235,7 +235,8 @@ def differently_strided(atomic: bool) -> list[list[float]]:
     transport = small_buckets(world())
     tensors = []
     for shape in ((40, 3), (7,), (5, 6, 7)):
-        values = torch.arange(float(torch.Size(shape).numel())).view(shape) + 9 * dist.get_rank()
+        # Multiples of the number of ranks, so that the mean is exact.
+        values = (torch.arange(float(torch.Size(shape).numel())).view(shape) + 3 * dist.get_rank()) * RANKS
         if dist.get_rank() == DOOMED:  # every second column of a larger tensor
             values = torch.zeros(*shape[:-1], shape[-1] * 2)[..., ::2].copy_(values)
         tensors.append(values)
@@ -249,7 +250,7 @@ def test_a_sliced_tensor_is_averaged_with_contiguous_ones_of_other_ranks(
     ranks: RankPool, env: dict[str, str], atomic: bool
 ) -> None:
     results = ranks.run(RANKS, differently_strided, atomic, env=env, group_timeout_s=4, timeout_s=15)
-    expected = [[float(i) + 9 for i in range(numel)] for numel in (120, 7, 210)]
+    expected = [[RANKS * (float(i) + 3 * (RANKS - 1) / 2) for i in range(numel)] for numel in (120, 7, 210)]
     assert results == [expected] * RANKS
 
 
