@@ -268,7 +268,8 @@ def spoil_and_repair(strategy: Strategy, bad: float) -> dict[str, Any]:
         if result[0] == "error":
             seen["error"] = result
             seen["unchanged"] = all(
-                torch.equal(a, b) or not torch.isfinite(b).all() for a, b in zip(model.parameters(), before, strict=True)
+                torch.equal(a, b) or not torch.isfinite(b).all()
+                for a, b in zip(model.parameters(), before, strict=True)
             )
             if rank == 1:
                 with torch.no_grad():
