@@ -74,11 +74,6 @@ class ModelView:
             if name.endswith("/momentum_buffer"):
                 tensor.zero_()
 
-    def quiet_ddp(self) -> None:
-        """Stop DDP from averaging gradients and broadcasting buffers."""
-        if self.ddp is not None:
-            self.ddp.require_backward_grad_sync = False
-
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.numel()]
 

@@ -24,6 +24,7 @@ import cadenza
 from cadenza import state
 from cadenza.agreement import Header
 from cadenza.balance import Balance
+from cadenza.ddp import covers, fall_silent, widen
 from cadenza.door import check_door
 from cadenza.errors import CadenzaError
 from cadenza.flights import Flight
@@ -141,6 +142,8 @@ class Synchronizer:
         self._levels[-1].take_from_first({**view.parameters(), **view.float_buffers()})
         if not strategy.warmup_steps:
             self._end_warmup()
+        elif view.ddp is not None and not covers(view.ddp, self._levels[-1].transport.members):
+            widen(view.ddp, self._levels[-1].group, while_true=lambda: self.clock < strategy.warmup_steps)
         if auto:
             self._hook_optimizer(scaler)
         elif scaler is not None:
@@ -521,11 +524,8 @@ class Synchronizer:
 
     def _end_warmup(self) -> None:
         """Go over to local steps: DDP over all ranks falls silent, anchors are taken."""
-        ddp = self._view.ddp
-        if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) >= set(
-            self._levels[-1].transport.members
-        ):
-            self._view.quiet_ddp()
+        if self._view.ddp is not None and covers(self._view.ddp, self._levels[-1].transport.members):
+            fall_silent(self._view.ddp)
         for fragment in range(len(self._fragments())):
             layout = self._layout(fragment)
             for number, level in enumerate(self._levels):

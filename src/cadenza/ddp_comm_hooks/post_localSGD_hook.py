@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.ddp import average_bucket
 from cadenza.errors import UnsupportedModelError
 from cadenza.process_groups import resolve
 from cadenza.topology import Topology
@@ -96,18 +97,17 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> tor
     1
     >>> dist.destroy_process_group()
     """
-    gradients = bucket.buffer()
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
-        return _average(gradients, resolve(state.process_group))
+        return average_bucket(bucket, resolve(state.process_group))
     if not state.post_local_gradient_allreduce:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(gradients)
+        done.set_result(bucket.buffer())
         return done
     if state.subgroup is None:
         whole = resolve(state.process_group)
         state.subgroup = Topology.from_hosts(within=whole).levels[0].process_group(whole)
-    return _average(gradients, state.subgroup)
+    return average_bucket(bucket, state.subgroup)
 
 
 def _watch_first_pass(state: PostLocalSGDState) -> None:
@@ -134,17 +134,3 @@ def _watch_first_pass(state: PostLocalSGDState) -> None:
                 )
 
     handle = register_module_forward_pre_hook(look)
-
-
-def _average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average in place over the group, asynchronously."""
-    gradients.div_(group.size())
-    work = dist.all_reduce(gradients, group=group, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(_value)
-    return averaged
-
-
-def _value(future: torch.futures.Future[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor
