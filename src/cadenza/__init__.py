@@ -4,8 +4,6 @@ A *strategy* is six choices; a *synchronizer*, made by `attach`, runs it; every 
 drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
 """
 
-__version__ = "0.1.0"
-
 from cadenza import codecs, observers, outer
 from cadenza.fragmentation import by_bytes, by_layers, whole
 from cadenza.outer import nesterov
@@ -23,6 +21,7 @@ from cadenza.schedules import adaptive, changing, every
 from cadenza.strategy import LevelPlan, Strategy
 from cadenza.synchronizer import Synchronizer, attach
 from cadenza.topology import Topology
+from cadenza.version import __version__
 
 __all__ = [
     "LevelPlan",
