@@ -29,7 +29,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-import cadenza
 from cadenza.agreement import Header
 from cadenza.balance import Balance
 from cadenza.errors import CheckpointError
@@ -40,6 +39,7 @@ from cadenza.models import ModelView, named
 from cadenza.rounds import Passage
 from cadenza.strategy import Strategy
 from cadenza.tracks import Layout, Track
+from cadenza.version import __version__
 
 __all__ = [
     "Held",
@@ -170,7 +170,7 @@ class _Entry:
 def _shared_facts(sync: Held, place: Place) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "version": cadenza.__version__,
+        "version": __version__,
         "workers": place.workers,
         "shards": place.shards,
         # Balanced workers take steps of their own number, so there the clock is not the same on all.
@@ -454,7 +454,7 @@ def _saved(state: Mapping[str, torch.Tensor | str], root: str) -> _Saved:
     if meta.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
             f"This state has format {meta['format']}, written by Cadenza {meta.get('version')}; this is Cadenza "
-            f"{cadenza.__version__} and reads format {FORMAT}."
+            f"{__version__} and reads format {FORMAT}."
         )
     tensors = {}
     for key, (numel, dtype) in meta["tensors"].items():

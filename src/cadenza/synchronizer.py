@@ -20,7 +20,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-import cadenza
 from cadenza import state
 from cadenza.agreement import Header
 from cadenza.balance import Balance
@@ -38,6 +37,7 @@ from cadenza.schedules import largest_due, staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
 from cadenza.tracks import Layout, Track
+from cadenza.version import __version__
 
 __all__ = ["Synchronizer", "attach"]
 
@@ -86,7 +86,7 @@ def attach(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     view = ModelView(model, optimizers)
     group = resolve(process_group)
-    check_door(group, terms=f"{strategy.describe()}; Cadenza {cadenza.__version__}", model=view.describe())
+    check_door(group, terms=f"{strategy.describe()}; Cadenza {__version__}", model=view.describe())
     levels = build_levels(strategy, group, topology)
     return Synchronizer(view, strategy, levels, observers=observers, auto=auto, scaler=scaler)
 

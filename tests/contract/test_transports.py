@@ -58,12 +58,12 @@ def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch
 
 
 def mean_of(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """The mean, divided and then summed in rank order, in fp32 or better, and rounded once to the dtype."""
+    """The mean, summed in rank order and in fp32 or better, rounded once to the dtype."""
     wide = dtype if dtype.itemsize > 2 else torch.float32
     total = torch.zeros(numel, dtype=wide)
     for rank in range(dist.get_world_size()):
-        total += values_of(rank, numel, dtype, seed).to(wide) / dist.get_world_size()
-    return total.to(dtype)
+        total += values_of(rank, numel, dtype, seed).to(wide)
+    return (total / dist.get_world_size()).to(dtype)
 
 
 def averaged(transport: Transport, contributions: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cadenza.errors import NotInitializedError, TransportError
 from cadenza.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.transports.base import Lane
-from cadenza.transports.means import divide, mean_into
+from cadenza.transports.means import finish_mean, mean_into, scale_down
 
 __all__ = ["C10dTransport"]
 
@@ -154,7 +154,7 @@ class _C10dLane:
             return
         op = dist.ReduceOp.AVG if self._transport.native_mean else dist.ReduceOp.SUM
         if not self._transport.native_mean:
-            divide(self._values, self._members)
+            scale_down(self._values, self._members)
         self._wait = self._transport.start(dist.all_reduce, self._values, op=op)
 
     def combine(self) -> None:
@@ -168,6 +168,8 @@ class _C10dLane:
         if self._values.dtype.itemsize <= 2:
             return self.gathered().view(-1).view(self._values.dtype)[: self._numel]
         self._wait()
+        if not self._transport.native_mean:
+            finish_mean(self._values, self._members)
         return self._values
 
     def scatter(self, size: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["divide", "mean_into", "share"]
+__all__ = ["finish_mean", "mean_into", "scale_down", "share"]
 
 _BLOCK = 1 << 16  # values; the fp32 scratch of a 16-bit sum stays in the cache
 
@@ -36,24 +36,26 @@ def mean_into(out: torch.Tensor, rows: torch.Tensor) -> None:
         out[start : start + _BLOCK].copy_(mean)
 
 
-def divide(values: torch.Tensor, members: int) -> None:
-    """Divide in place by the number of members; done before the sum, so that large values do not overflow in it."""
-    if _is_power_of_two(members):
-        values.mul_(1 / members)  # the same bits, and quicker
-    else:
-        values.div_(members)
+def scale_down(values: torch.Tensor, members: int) -> None:
+    """Shrink values, in place and without rounding, so far that the sum over the members cannot overflow."""
+    values.mul_(_factor(members))
+
+
+def finish_mean(total: torch.Tensor, members: int) -> None:
+    """Turn the sum of values that were scaled down into their mean, in place."""
+    if (rest := members * _factor(members)) != 1:
+        total.div_(rest)
 
 
 def _mean(out: torch.Tensor, rows: torch.Tensor) -> None:
     members = len(rows)
     out.copy_(rows[0])
-    divide(out, members)
+    scale_down(out, members)
     for row in rows[1:]:
-        if _is_power_of_two(members):
-            out.add_(row, alpha=1 / members)
-        else:
-            out.add_(row.to(out.dtype) / members)
+        out.add_(row, alpha=_factor(members))
+    finish_mean(out, members)
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+def _factor(members: int) -> float:
+    """Return the largest power of two that is at most 1 / members."""
+    return 0.5 ** (members - 1).bit_length()
