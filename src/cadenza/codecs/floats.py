@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from cadenza.codecs.base import Codec
-from cadenza.codecs.pieces import Piece, check_decode, check_encode, pieces, read, write
+from cadenza.codecs.checks import check_decode, check_encode
+from cadenza.codecs.pieces import piece_values, read, writing
 
 __all__ = ["bf16", "fp16", "fp32"]
 
@@ -62,20 +64,20 @@ class Floats:
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
         largest = torch.finfo(self.dtype).max
-        for piece in pieces(values.numel(), 1, values.device):
-            part = values[piece.start : piece.stop]
-            write(part if self.exact else part.clamp(-largest, largest), self.dtype, self._bytes(piece, out))
+        for part, data in self._pieces(values, out):
+            with writing(data, self.dtype) as numbers:
+                numbers.copy_(part if self.exact else part.clamp(-largest, largest))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
-        for piece in pieces(out.numel(), 1, out.device):
-            out[piece.start : piece.stop].copy_(read(self._bytes(piece, data), self.dtype))
+        for part, part_data in self._pieces(out, data):
+            part.copy_(read(part_data, self.dtype))
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
-        for piece in pieces(out.numel(), 1, out.device):
-            out[piece.start : piece.stop].add_(read(self._bytes(piece, data), self.dtype), alpha=weight)
+        for part, part_data in self._pieces(out, data):
+            part.add_(read(part_data, self.dtype), alpha=weight)
 
-    def _bytes(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
-        size = self.dtype.itemsize
-        return data[size * piece.start : size * piece.stop]
+    def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        size = piece_values(values.device)
+        return zip(values.split(size), data.split(size * self.dtype.itemsize), strict=True)

@@ -25,8 +25,9 @@ Kernel = Callable[..., None]
 def fused(kernel: Kernel) -> Kernel:
     """Let a kernel that writes into its arguments run compiled where that is wanted and works.
 
-    Only whole pieces are compiled for: their shape is always the same, so that a kernel is compiled once. If it cannot
-    be, a warning says why, and the kernel runs eagerly from then on.
+    The first argument is a matrix of fp32, and the keyword arguments are scratch, which compiled code does without: it
+    is called as if they were not given. Only whole pieces are compiled for: their shape is always the same, so that a
+    kernel is compiled once. If that fails, a warning says why, and the kernel runs eagerly from then on.
 
     >>> @fused
     ... def double(rows, out):
@@ -39,24 +40,22 @@ def fused(kernel: Kernel) -> Kernel:
     failed = False
 
     @functools.wraps(kernel)
-    def run(rows: torch.Tensor, *rest: torch.Tensor) -> None:
+    def run(rows: torch.Tensor, *rest: object, **scratch: torch.Tensor) -> None:
         nonlocal compiled, failed
-        with torch.no_grad():
-            if failed or not is_whole_piece(rows) or os.environ.get("CADENZA_COMPILE") != "1":
-                kernel(rows, *rest)
-                return
-            if compiled is None:
-                compiled = cast(Kernel, torch.compile(kernel, dynamic=False))
-            try:
-                compiled(rows, *rest)
-            except Exception as error:  # a missing compiler shows in many ways; a fault of ours shows again below
-                failed = True
-                warnings.warn(
-                    f"torch.compile failed on a codec, which goes on eagerly: {error}. "
-                    "Unset CADENZA_COMPILE to not try again.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                kernel(rows, *rest)
+        if failed or os.environ.get("CADENZA_COMPILE") != "1" or not is_whole_piece(rows):
+            kernel(rows, *rest, **scratch)
+            return
+        if compiled is None:
+            compiled = cast(Kernel, torch.compile(kernel, dynamic=False))
+        try:
+            compiled(rows, *rest)
+        except Exception as error:  # a missing compiler shows in many ways; a fault of ours shows again below
+            failed = True
+            warnings.warn(
+                f"torch.compile failed on a codec, which goes on eagerly: {error}. Unset CADENZA_COMPILE to not try.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            kernel(rows, *rest, **scratch)
 
     return run

@@ -1,115 +1,97 @@
-"""Cutting the work into pieces that stay in the cache, and bytes that may lie at any address."""
+"""Cutting the work into pieces that stay in the cache, and numbers whose bytes may lie at any address."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import contextmanager
 
 import torch
 
-from cadenza.codecs.base import Codec
-
-__all__ = ["Piece", "check_decode", "check_encode", "is_whole_piece", "pieces", "read", "write"]
+__all__ = ["in_pieces", "is_whole_piece", "like", "piece_values", "read", "writing"]
 
 # Values. On a CPU the piece and its scratch fit the second-level cache; on a GPU every kernel has enough to do.
 _CPU_PIECE = 1 << 17
 _GPU_PIECE = 1 << 22
 
 
-class Piece(NamedTuple):
-    """A run of whole blocks, to be seen as a matrix with one block a row; the last block may be shorter, and is alone.
+def in_pieces(
+    numel: int, block: int, *parts: tuple[torch.Tensor, int], times: int = 1
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut tensors that belong together into matrices with one block a row, as many rows as stay in the cache.
 
-    >>> list(pieces(10, 4, torch.device("cpu")))
-    [Piece(start=0, stop=8, width=4, row=0), Piece(start=8, stop=10, width=2, row=2)]
+    The last block may be shorter than the others; it comes by itself, as a matrix of one row.
+
+    Args:
+        numel: How many values there are in all.
+        block: How many of them make a block.
+        parts: 1-D tensors, each with the number of its elements that belong to one block.
+        times: How much larger than usual the pieces may be, where little scratch is needed for a value.
+
+    >>> values, codes = torch.arange(5.0), torch.tensor([10, 11, 12])
+    >>> for rows, row_codes in in_pieces(5, 2, (values, 2), (codes, 1)):
+    ...     print(rows.tolist(), row_codes.tolist())
+    [[0.0, 1.0], [2.0, 3.0]] [[10], [11]]
+    [[4.0]] [[12]]
     """
-
-    start: int
-    stop: int
-    width: int
-    row: int
-
-    def rows_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this piece of the values (or of codes, one byte a value) as a matrix that shares their memory."""
-        return values[self.start : self.stop].view(-1, self.width)
-
-    def scales_in(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of this piece's scales in a run of fp32 scales, one a block."""
-        rows = (self.stop - self.start) // self.width
-        return data[4 * self.row : 4 * (self.row + rows)]
+    blocks = numel // block
+    if blocks:
+        rows = max(1, times * piece_values(parts[0][0].device) // block)
+        heads = [part[: blocks * size].view(blocks, size).split(rows) for part, size in parts]
+        yield from zip(*heads, strict=True)
+    if numel % block:
+        yield tuple(part[blocks * size :].view(1, -1) for part, size in parts)
 
 
-def pieces(numel: int, block: int, device: torch.device) -> Iterator[Piece]:
-    """Cut `numel` values into pieces of whole blocks, and the shorter last block if there is one."""
-    whole = numel - numel % block
-    step = max(1, _size(device) // block) * block
-    for start in range(0, whole, step):
-        yield Piece(start, min(start + step, whole), block, start // block)
-    if whole < numel:
-        yield Piece(whole, numel, numel - whole, whole // block)
+def piece_values(device: torch.device) -> int:
+    """Return how many values make a piece."""
+    return _CPU_PIECE if device.type == "cpu" else _GPU_PIECE
 
 
 def is_whole_piece(rows: torch.Tensor) -> bool:
-    """Tell whether these rows are as many as one piece holds, so that many more of the same shape will come."""
-    return rows.numel() + rows.shape[-1] > _size(rows.device)
+    """Tell whether these rows are as many as one piece holds, so that many more of the same shape may come."""
+    return rows.numel() + rows.shape[-1] > piece_values(rows.device)
+
+
+def like(scratch: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return scratch of the rows' shape, out of what served the rows before, which were at least as many.
+
+    >>> scratch = like(None, torch.empty(4, 2))
+    >>> like(scratch, torch.empty(1, 3)).data_ptr() == scratch.data_ptr()
+    True
+    """
+    if scratch is None:
+        return torch.empty_like(rows, dtype=dtype)
+    return scratch if scratch.shape == rows.shape else scratch.view(-1)[: rows.numel()].view(rows.shape)
 
 
 def read(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of `dtype` whose bytes these are, copied only if they lie where such values cannot.
+    """Return the numbers whose bytes these are, copied only if they lie where such numbers cannot.
 
     >>> data = torch.arange(1.0, 3.0).view(torch.uint8)
     >>> read(torch.cat([data[:1], data])[1:], torch.float32)
     tensor([1., 2.])
     """
-    return (data if _can_hold(data, dtype) else data.clone()).view(dtype)
+    return (data if _can_hold(data, dtype) else data.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
-def write(values: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """Write the values' bytes, as `dtype`, to `out`, wherever that lies.
+@contextmanager
+def writing(data: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Lend memory for numbers whose bytes belong into `data`, and put them there if they could not be lent in place.
 
-    >>> out = torch.zeros(9, dtype=torch.uint8)
-    >>> write(torch.arange(1.0, 3.0), torch.float32, out[1:]); read(out[1:], torch.float32)
+    >>> data = torch.zeros(9, dtype=torch.uint8)
+    >>> with writing(data[1:], torch.float32) as numbers:
+    ...     _ = numbers.copy_(torch.arange(1.0, 3.0))
+    >>> read(data[1:], torch.float32)
     tensor([1., 2.])
     """
-    if _can_hold(out, dtype):
-        out.view(dtype).copy_(values)
+    if _can_hold(data, dtype):
+        yield data.view(dtype)
     else:
-        out.copy_(values.to(dtype).view(torch.uint8))
-
-
-def check_encode(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Refuse to encode what does not fit."""
-    _check(codec, values, "values", out, "out")
-
-
-def check_decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Refuse to decode what does not fit."""
-    _check(codec, out, "out", data, "data")
-
-
-def _size(device: torch.device) -> int:
-    return _CPU_PIECE if device.type == "cpu" else _GPU_PIECE
+        numbers = torch.empty_like(data, memory_format=torch.contiguous_format).view(dtype)
+        yield numbers
+        data.copy_(numbers.view(torch.uint8))
 
 
 def _can_hold(data: torch.Tensor, dtype: torch.dtype) -> bool:
-    return data.is_contiguous() and data.storage_offset() % dtype.itemsize == 0
-
-
-def _check(codec: Codec, values: torch.Tensor, values_name: str, data: torch.Tensor, data_name: str) -> None:
-    if values.dtype != torch.float32 or values.ndim != 1 or not values.is_contiguous():
-        raise TypeError(
-            f"{codec.name}: `{values_name}` is {_facts(values)}; give a contiguous 1-D float32 tensor "
-            "(.float().contiguous().view(-1))."
-        )
-    if data.dtype != torch.uint8 or data.ndim != 1:
-        raise TypeError(f"{codec.name}: `{data_name}` is {_facts(data)}; give a 1-D uint8 tensor.")
-    needed = codec.encoded_bytes(values.numel())
-    if data.numel() != needed:
-        raise ValueError(
-            f"{codec.name}: `{data_name}` has {data.numel()} bytes, but {values.numel()} values take exactly {needed}; "
-            f"cut it to encoded_bytes({values.numel()})."
-        )
-
-
-def _facts(tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}"
+    size = dtype.itemsize
+    return data.is_contiguous() and not any(start % size for start in (data.storage_offset(), *data.stride()[:-1]))

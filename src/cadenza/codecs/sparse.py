@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,8 +10,8 @@ import torch
 from torch.nn.functional import pad
 
 from cadenza.codecs.base import Codec
-from cadenza.codecs.options import check_share, check_whole_number
-from cadenza.codecs.pieces import Piece, check_decode, check_encode, pieces, read
+from cadenza.codecs.checks import check_decode, check_encode, check_share, check_whole_number
+from cadenza.codecs.pieces import in_pieces, like, read
 
 __all__ = ["topk"]
 
@@ -61,31 +62,43 @@ class TopK:
 
     def encoded_bytes(self, numel: int) -> int:
         chunks, rest = divmod(numel, self.block)
-        return chunks * self._row_bytes(self.block) + (self._row_bytes(rest) if rest else 0)
+        return chunks * sum(self._sizes(self.block)) + (sum(self._sizes(rest)) if rest else 0)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
-        for piece in pieces(values.numel(), self.block, values.device):
-            rows = piece.rows_of(values)
-            magnitudes, places = torch.topk(rows.abs(), self._kept(piece.width), dim=1, sorted=False)
-            negative = rows.gather(1, places) < 0
-            scales, levels = _quantise(magnitudes, 1 << (self.bits - 1))
-            place_bytes, code_bytes, scale_bytes = self._parts(piece, out)
+        scratch = None
+        for rows, data in self._pieces(values, out):
+            scratch = like(scratch, rows)
+            magnitudes, places = torch.topk(
+                torch.abs(rows, out=scratch), self._kept(rows.shape[1]), dim=1, sorted=False
+            )
+            scales, codes = _quantise(magnitudes, self._levels)
+            codes.add_(rows.gather(1, places) < 0, alpha=self._levels)
+            place_bytes, code_bytes, scale_bytes = data.split(self._sizes(rows.shape[1]), dim=1)
             place_bytes.copy_(_pack_places(places))
-            code_bytes.copy_(_pack_codes(levels.add_(negative, alpha=1 << (self.bits - 1)), self.bits))
+            code_bytes.copy_(_pack_codes(codes, self.bits))
             scale_bytes.copy_(scales.view(torch.uint8))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
-        for piece in pieces(out.numel(), self.block, out.device):
-            places, values = self._read(piece, data)
-            piece.rows_of(out).zero_().scatter_(1, places, values)
+        for rows, row_data in self._pieces(out, data, times=self._times):
+            places, values = self._read(rows.shape[1], row_data)
+            rows.zero_().scatter_(1, places, values)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
-        for piece in pieces(out.numel(), self.block, out.device):
-            places, values = self._read(piece, data)
-            piece.rows_of(out).scatter_add_(1, places, values.mul_(weight))
+        for rows, row_data in self._pieces(out, data, times=self._times):
+            places, values = self._read(rows.shape[1], row_data)
+            rows.scatter_add_(1, places, values.mul_(weight))
+
+    @property
+    def _levels(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def _times(self) -> int:
+        """Return how much larger the pieces to decode can be, as scratch is needed only for what was sent."""
+        return max(1, min(8, round(0.16 / self.density)))
 
     def _kept(self, width: int) -> int:
         return max(1, round(self.density * width))
@@ -95,20 +108,17 @@ class TopK:
         kept = self._kept(width)
         return [3 * ((kept + 1) // 2), -(-kept * self.bits // 8), 4]
 
-    def _row_bytes(self, width: int) -> int:
-        return sum(self._sizes(width))
+    def _pieces(
+        self, values: torch.Tensor, data: torch.Tensor, *, times: int = 1
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Cut values and the bytes that they become."""
+        parts = (values, self.block), (data, sum(self._sizes(self.block)))
+        return in_pieces(values.numel(), self.block, *parts, times=times)
 
-    def _parts(self, piece: Piece, data: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes of the piece's places, codes and scales, one chunk a row."""
-        sizes = self._sizes(piece.width)
-        start = piece.row * self._row_bytes(self.block)
-        stop = start + (piece.stop - piece.start) // piece.width * sum(sizes)
-        return list(data[start:stop].view(-1, sum(sizes)).split(sizes, dim=1))
-
-    def _read(self, piece: Piece, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, width: int, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of the values that were sent, and those values, one chunk a row."""
-        place_bytes, code_bytes, scale_bytes = self._parts(piece, data)
-        kept, levels = self._kept(piece.width), 1 << (self.bits - 1)
+        place_bytes, code_bytes, scale_bytes = data.split(self._sizes(width), dim=1)
+        kept, levels = self._kept(width), self._levels
         codes = _unpack_codes(code_bytes, self.bits)[:, :kept]
         low, step = read(scale_bytes, torch.bfloat16).to(torch.float32).split(1, dim=1)
         # Two roundings, never one: a fused multiply-add would give other bits on other machines.
