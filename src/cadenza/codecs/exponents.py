@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode, check_whole_number
-from cadenza.codecs.fused import fused
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 
 __all__ = ["e3m0"]
@@ -29,7 +28,7 @@ def e3m0(*, block: int = 256) -> Codec:
     - *Levels*: exponent e from 1 to 7 means scale · 2^(e − 7), so the largest magnitude is exact and the smallest level
       is 1/64 of it. *Zero* is exponent 0 with either sign, as in an IEEE number without a mantissa.
     - *Rounding*: to the nearest level, halves away from zero; decided on value / scale as a half-precision number, so
-      that within 2^-11 of a half either neighbour may be taken. Below 1/128 of the scale: zero.
+      that within 2^-10 of a half either neighbour may be taken. Below 1/128 of the scale: zero.
     - *Bytes*: a value is the four bits `s e e e`. In a block of n values (a zero is added if n is odd), byte j holds
       value j in its low half and value j + n/2 in its high half. First come all scales, then all values. 0.129 of
       fp32's bytes.
@@ -65,7 +64,7 @@ class Exponents:
             halves = like(halves, even, torch.float16)
             signs = like(signs, even, torch.int16)
             with writing(scale_bytes, torch.float32) as scales:
-                _encode(even, codes, scales, floats=floats, halves=halves, signs=signs)
+                _encode(even, codes, scales, floats, halves, signs)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
@@ -84,17 +83,15 @@ class Exponents:
         return in_pieces(values.numel(), self.block, *parts)
 
 
-@fused
 def _encode(
     rows: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    *,
-    floats: torch.Tensor | None = None,
-    halves: torch.Tensor | None = None,
-    signs: torch.Tensor | None = None,
+    floats: torch.Tensor,
+    halves: torch.Tensor,
+    signs: torch.Tensor,
 ) -> None:
-    floats, halves, signs = like(floats, rows), like(halves, rows, torch.float16), like(signs, rows, torch.int16)
+    """Write the rows' codes and scales; the last three are scratch of the rows' shape."""
     largest = torch.abs(rows, out=floats).amax(dim=1, keepdim=True)
     scales.copy_(largest)
     torch.mul(rows, largest.clamp_(min=_NOTHING).reciprocal_().mul_(_SHIFT), out=floats)
@@ -107,19 +104,20 @@ def _encode(
     codes.copy_(low.bitwise_and_(15).add_(high, alpha=16))
 
 
-@fused
 def _decode(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     out.copy_(_levels(codes)[:, : out.shape[1]])
     out.mul_(scales)
 
 
-@fused
 def _decode_add(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     out.addcmul_(_levels(codes)[:, : out.shape[1]].to(torch.float32), scales)
 
 
 def _levels(codes: torch.Tensor) -> torch.Tensor:
     """Return the levels, times `_SHIFT`, as half-precision numbers."""
-    pairs = codes.to(torch.int16)
-    nibbles = torch.cat([pairs & 15, pairs >> 4], dim=1)
-    return nibbles.add_(nibbles & 8, alpha=3).bitwise_left_shift_(10).view(torch.float16)  # the sign goes to bit 15
+    rows, half = codes.shape
+    bits = torch.empty(rows, 2 * half, dtype=torch.int16, device=codes.device)
+    low, high = bits.chunk(2, dim=1)
+    torch.bitwise_right_shift(low.copy_(codes), 4, out=high)
+    low.bitwise_and_(15)
+    return bits.add_(bits & 8, alpha=3).bitwise_left_shift_(10).view(torch.float16)  # the sign goes to bit 15

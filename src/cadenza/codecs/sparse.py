@@ -15,7 +15,6 @@ from cadenza.codecs.pieces import in_pieces, like, read
 
 __all__ = ["topk"]
 
-_TIMES = 8  # scratch is needed only for the few values that were sent
 _NOTHING = 2.0**-100  # levels that are nearer to each other than this are one: 1 / it stays finite
 
 
@@ -82,19 +81,24 @@ class TopK:
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
-        for rows, row_data in self._pieces(out, data, times=_TIMES):
+        for rows, row_data in self._pieces(out, data, times=self._times):
             places, values = self._read(rows.shape[1], row_data)
             rows.zero_().scatter_(1, places, values)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
-        for rows, row_data in self._pieces(out, data, times=_TIMES):
+        for rows, row_data in self._pieces(out, data, times=self._times):
             places, values = self._read(rows.shape[1], row_data)
             rows.scatter_add_(1, places, values.mul_(weight))
 
     @property
     def _levels(self) -> int:
         return 1 << (self.bits - 1)
+
+    @property
+    def _times(self) -> int:
+        """Return how much larger the pieces to decode can be, as scratch is needed only for what was sent."""
+        return max(1, min(8, round(0.16 / self.density)))
 
     def _kept(self, width: int) -> int:
         return max(1, round(self.density * width))
