@@ -85,6 +85,7 @@ class Held(Protocol):
     def _track(self, level: int, fragment: int) -> Track: ...
     def _end_warmup(self) -> None: ...
     def _wait_for_courier(self) -> None: ...
+    def _check_open(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -406,6 +407,7 @@ class Restoration:
 
 def prepare(sync: Held, state: Mapping[str, torch.Tensor | str]) -> Restoration:
     """Check that a state belongs to this strategy and model, and that nothing of it is missing."""
+    sync._check_open()
     place = place_of(sync)
     shared = _saved(state, place.shared_root)
     _check_terms(sync, shared.meta, place)
