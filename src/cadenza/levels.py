@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from cadenza.errors import TopologyError
+from cadenza.errors import NotInitializedError, TopologyError
 from cadenza.exchange import Stage
 from cadenza.fragments import Fragment
 from cadenza.rounds import run_round
@@ -25,9 +26,17 @@ class LevelGroup:
 
     plan: LevelPlan
     name: str
-    group: dist.ProcessGroup
+    group_ref: weakref.ref[dist.ProcessGroup]
     transport: Transport
     stage: Stage | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which nothing here keeps alive: its sockets close when torch destroys it."""
+        group = self.group_ref()
+        if group is None:
+            raise NotInitializedError("The process group was destroyed; finish() the synchronizer before that.")
+        return group
 
     @property
     def alone(self) -> bool:
@@ -94,7 +103,7 @@ def build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topolog
         own = dist.new_group(list(partition.group_of(dist.get_rank())), use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup)
         stage = _stage(partition, topology.levels[i - 1], levels[-1]) if i else None
-        levels.append(LevelGroup(plan, plan.name or f"level {i}", own, connect(own), stage))
+        levels.append(LevelGroup(plan, plan.name or f"level {i}", weakref.ref(own), connect(own), stage))
     return levels
 
 

@@ -130,6 +130,7 @@ class Synchronizer:
         self._flights: dict[int, Flight] = {}
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="cadenza") if strategy.delay else None
         self._home = torch.device("cpu") if strategy.offload else None
+        self._count = 0  # fragments, as of the last look at the model
         self._samples = 0.0
         self._counted: dict[int, float] = {}
         self._level_at: dict[int, int] = {}  # when all ranks last held equal values of a fragment
@@ -215,8 +216,8 @@ class Synchronizer:
         if self.strategy.buffers:
             tensors |= self._view.float_buffers()
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._levels[-1].average(tensors, step=self.clock)
         try:
+            self._levels[-1].average(tensors, step=self.clock)
             yield self._view.model
         finally:
             with torch.no_grad():
@@ -236,7 +237,6 @@ class Synchronizer:
         As many workers as saved resume bit for bit, each from its own state. Another number takes the dicts of all
         workers, merged: worker j goes on from entry j mod N. What does not fit is refused before anything is changed.
         """
-        self._check_open()
         state.load_state_dict(self, saved)
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Synchronizer:
     # ---- launching and landing -------------------------------------------------------------------------------------
 
     def _launch_due(self, n: int) -> None:
-        for fragment in range(len(self._fragments())):
+        for fragment in range(self._count):
             tracks = [self._track(level, fragment) for level in range(len(self._levels))]
             due = [track.schedule.is_due(n, track.schedule_state) for track in tracks]
             level = largest_due(due)
@@ -414,17 +414,20 @@ class Synchronizer:
             self._view.reset_optimizer_state(layout.names)
         elif level.plan.outer.needs_inner_lr:
             self._view.reset_momentum(layout.names)
-        self._all_exhausted = all(header.exhausted for header in passage.headers)
         self._balance.learn(passage.headers, level.transport.position)
-        if number == len(self._levels) - 1 and not flight.alpha and not flight.late:
-            self._level_at[fragment] = self.clock
+        if number == len(self._levels) - 1:
+            self._all_exhausted = all(header.exhausted for header in passage.headers)
+            if not flight.alpha and not flight.late:
+                self._level_at[fragment] = self.clock
 
     # ---- the pieces of a round -------------------------------------------------------------------------------------
 
     def _fragments(self) -> list[list[str]]:
         """Return the names of each fragment's parameters, now."""
         sizes = [(name, p.numel() * p.element_size()) for name, p in self._view.parameters().items()]
-        return self.strategy.fragments.split(sizes)
+        fragments = self.strategy.fragments.split(sizes)
+        self._count = len(fragments)
+        return fragments
 
     def _layout(self, fragment: int) -> Layout:
         layout = Layout(named(self._view.parameters(), self._fragments()[fragment]), home=self._home)
@@ -434,9 +437,8 @@ class Synchronizer:
 
     def _track(self, level: int, fragment: int) -> Track:
         if (level, fragment) not in self._tracks:
-            count = len(self._fragments())
             schedules = [plan.schedule for plan in self.strategy.levels]
-            turns = staggered_levels(schedules, fragment, count) if count > 1 else schedules
+            turns = staggered_levels(schedules, fragment, self._count) if self._count > 1 else schedules
             self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level])
         return self._tracks[level, fragment]
 
