@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import cadenza
-from cadenza import LevelPlan, Strategy, codecs
+from cadenza import LevelPlan, Strategy, codecs, synchronizer
 from support.models import CASES
 from support.ranks import RankPool, outcome
 from support.training import everyone, momentum_sgd, one_number, train, values
@@ -83,12 +84,9 @@ def test_different_strategies_are_refused_on_every_rank(ranks: RankPool, what: s
 
 
 def with_another_version() -> Any:
-    if dist.get_rank() == 2:
-        cadenza.__version__ = "9.9.9"
-    try:
+    version = "9.9.9" if dist.get_rank() == 2 else cadenza.__version__
+    with patch.object(synchronizer, "__version__", version):
         return try_to_attach(mlp(), cadenza.diloco(4))
-    finally:
-        cadenza.__version__ = "0.1.0"
 
 
 def test_different_versions_are_refused_on_every_rank(ranks: RankPool) -> None:
@@ -374,7 +372,7 @@ class Boom(Exception):
 
 
 def leave_by_an_exception(strategy: Strategy, leaver: int) -> Any:
-    model, sync, step = one_number(strategy)
+    _, sync, step = one_number(strategy)
 
     def block() -> None:
         with sync:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,14 +87,6 @@ def test_an_adaptive_period_follows_the_drift_of_late_rounds_too(ranks: RankPool
     assert steps[:2] != [3, 6], "the drift of the first round is known at step 4, and asks for a longer period"
 
 
-def test_each_group_of_an_inner_level_may_adapt_by_itself(ranks: RankPool) -> None:
-    inner = LevelPlan(cadenza.adaptive(2, target_drift=1e-6, minimum=1, maximum=4), groups=2)
-    traces = ranks.run(4, train, Strategy(levels=(inner, LevelPlan(8))), 9)
-    assert traces[0].rounds == traces[1].rounds
-    assert traces[2].rounds == traces[3].rounds
-    assert all(same_bits(trace.finished, traces[0].finished) for trace in traces)
-
-
 # ---- who counts how much -------------------------------------------------------------------------------------------
 
 
@@ -135,7 +126,7 @@ def test_a_level_weighs_by_the_samples_since_its_own_last_round(ranks: RankPool)
 def weigh_by_a_function() -> Any:
     weight = 1.0 + dist.get_rank()
     reports: list[RoundReport] = []
-    model, sync, step = one_number(cadenza.local_sgd(1, weight=lambda: weight), observers=[reports.append])
+    model, _, step = one_number(cadenza.local_sgd(1, weight=lambda: weight), observers=[reports.append])
     # −0.1 on rank 0 and −0.4 on rank 1: (0.9 + 2 · 0.6) / 3
     step(1.0 + 3 * dist.get_rank())
     return model.x.item(), reports[0].weights
@@ -301,7 +292,7 @@ def test_balanced_goes_with_the_other_choices(ranks: RankPool, options: dict[str
 
 def what_happens_in_flight() -> list[float]:
     """Both move; the landing of what was launched at step 3 comes at step 5, however long rank 1 is away meanwhile."""
-    model, sync, step = one_number(cadenza.local_sgd(3, delay=2))
+    _, sync, step = one_number(cadenza.local_sgd(3, delay=2))
     seen = [step(1.0 + 2 * dist.get_rank()) for _ in range(3)]
     if dist.get_rank() == 1:
         time.sleep(0.3)  # rank 0 goes on training: a round without delay would make it wait here
@@ -403,9 +394,8 @@ NUMEL = 6 * 16 + 16 + 16 * 8 + 8 + 8 * 3 + 3
 
 
 def encoded_rows(codec: codecs.Codec, world: int) -> int:
-    """The bytes of one member's row, when each of them gets an equal number of whole blocks."""
-    row = -(-(-(-NUMEL // world)) // codec.block) * codec.block
-    return codec.encoded_bytes(row)
+    """The bytes of what one member owns."""
+    return codec.encoded_bytes(algorithms.row_of(NUMEL, world, codec.block))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -512,6 +502,3 @@ def test_drift_is_none_where_it_is_not_measured(ranks: RankPool) -> None:
     for strategy in (cadenza.local_sgd(2, measure_drift=False), cadenza.diloco(2, measure_drift=False)):
         [trace, _] = ranks.run(2, train, strategy, 2)
         assert trace.reports[0].drift is None
-
-
-Observer = Callable[[RoundReport], None]

@@ -248,7 +248,7 @@ LEVELS = Strategy(
 def staged_int8(codec: Any, pairs: list[list[torch.Tensor]]) -> torch.Tensor:
     """Each of a pair reduces half of the values with its neighbour, and meets its like of the other pair over int8."""
     numel = pairs[0][0].numel()
-    half = -(-(-(-numel // 2)) // 16) * 16
+    half = algorithms.row_of(numel, members=2, block=16)
     parts = []
     for start in (0, half):
         sums = [algorithms.mean([x[start : start + half] for x in pair]) * 0.5 for pair in pairs]

@@ -7,6 +7,7 @@ write and read their own bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,11 +75,11 @@ def unflatten(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def mean(rows: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Divide and sum up in the order of the workers; or the weighted sum."""
+    """Sum up in the order of the workers, then divide; or the weighted sum."""
     total = torch.zeros_like(rows[0])
     for i, row in enumerate(rows):
-        total = total + (row * weights[i] if weights else row / len(rows))
-    return total
+        total = total + (row * weights[i] if weights else row)
+    return total if weights else total / len(rows)
 
 
 def average(workers: Workers, members: Sequence[int] | None = None) -> None:
@@ -287,6 +288,11 @@ def compressed_diloco(
     if steps % period:
         come_together()
     return [*history, workers.snapshot()]
+
+
+def row_of(numel: int, members: int, block: int) -> int:
+    """How many values each member owns: whole blocks, as many for each, enough for all."""
+    return math.ceil(math.ceil(numel / members) / block) * block
 
 
 def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
