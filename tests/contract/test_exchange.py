@@ -75,7 +75,7 @@ def weights_of(weighted: bool) -> list[float]:
 
 
 def exchange_all_sizes(weighted: bool) -> dict[tuple[str, int], torch.Tensor]:
-    """Every codec and size over one transport, one after the other, twice each: lanes are used again, and residuals come in."""
+    """Every codec and size over one transport, twice each: lanes are used again, and residuals come in."""
     transport = world()
     weights = weights_of(weighted)
     results = {}

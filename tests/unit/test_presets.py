@@ -1,0 +1,121 @@
+"""Every preset is the composition that its paper describes, with its paper's defaults."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import cadenza
+from cadenza import LevelPlan, Strategy, codecs, presets
+from cadenza.fragmentation import by_layers, whole
+from cadenza.outer import mean, nesterov, sgd, slowmo
+from cadenza.schedules import every
+
+
+def level(strategy: Strategy) -> LevelPlan:
+    [plan] = strategy.levels
+    return plan
+
+
+def test_local_sgd_takes_the_exact_mean() -> None:
+    assert level(cadenza.local_sgd(8)) == LevelPlan(every(8), codec=codecs.fp32(), outer=mean())
+
+
+def test_post_local_sgd_is_local_sgd_after_a_warm_up() -> None:
+    assert cadenza.post_local_sgd(8, warmup_steps=100) == cadenza.local_sgd(8, warmup_steps=100)
+    with pytest.raises(TypeError, match="warmup_steps"):
+        cadenza.post_local_sgd(8)  # type: ignore[call-arg]
+
+
+def test_hierarchical_has_a_level_a_period() -> None:
+    strategy = cadenza.hierarchical({4: "host", 16: 8, 64: "all"})
+    assert [(plan.schedule, plan.groups) for plan in strategy.levels] == [
+        (every(4), "host"),
+        (every(16), 8),
+        (every(64), "all"),
+    ]
+    with pytest.raises(ValueError, match="at least one level"):
+        cadenza.hierarchical({})
+    with pytest.raises(ValueError, match="innermost"):
+        cadenza.hierarchical({64: 8, 4: "all"})
+
+
+def test_slowmo_is_that_of_1910_00643() -> None:
+    plan = level(cadenza.slowmo())
+    assert plan.outer == slowmo(alpha=1.0, beta=0.6)
+    assert plan.outer.needs_inner_lr
+
+
+def test_diloco_is_that_of_2311_08105() -> None:
+    plan = level(cadenza.diloco())
+    assert plan.schedule == every(500)
+    assert plan.outer == nesterov(lr=0.7, momentum=0.9)
+    assert plan.codec == codecs.fp32()
+    assert cadenza.diloco().fragments == whole()
+
+
+def test_streaming_diloco_is_that_of_2501_18512() -> None:
+    strategy = cadenza.streaming_diloco()
+    plan = level(strategy)
+    assert plan.outer == nesterov(lr=0.4, momentum=0.9)
+    assert plan.codec == codecs.e3m0()
+    assert strategy.fragments == by_layers(3, strided=True)
+    assert (strategy.delay, strategy.alpha) == (5, 0.5)
+
+
+def test_sparse_loco_is_that_of_2508_15706() -> None:
+    plan = level(cadenza.sparse_loco())
+    assert plan.codec == codecs.error_feedback(codecs.topk(density=0.02, bits=2), decay=0.95)
+    assert plan.outer == sgd(lr=1.0)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "local_sgd": {},
+    "post_local_sgd": {"warmup_steps": 3},
+    "slowmo": {},
+    "diloco": {},
+    "streaming_diloco": {},
+    "sparse_loco": {},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_takes_the_options_of_a_strategy(name: str) -> None:
+    strategy = getattr(cadenza, name)(64, buffers=False, weight="samples", offload=True, **PRESETS[name])
+    assert strategy.weight == "samples"
+    assert strategy.offload
+    assert strategy.period == 64
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"streaming_diloco"}))
+def test_the_period_may_be_a_schedule(name: str) -> None:
+    schedule = cadenza.changing({1: 8, 100: 64})
+    assert level(getattr(cadenza, name)(schedule, **PRESETS[name])).schedule == schedule
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("period", [0, -1, 2.5, "8", None, True])
+def test_a_period_that_is_none_is_refused(name: str, period: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        getattr(cadenza, name)(period, **PRESETS[name])
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "hierarchical"])
+def test_misspelled_options_are_refused(name: str) -> None:
+    options = PRESETS.get(name, {})
+    with pytest.raises(TypeError, match="warmup"):
+        getattr(cadenza, name)({8: "all"} if name == "hierarchical" else 64, **options, warmup=3)
+
+
+def test_every_preset_is_public_and_documented() -> None:
+    assert set(presets.__all__) == {*PRESETS, "hierarchical"}
+    for name in presets.__all__:
+        assert getattr(cadenza, name) is getattr(presets, name)
+        assert ">>>" in (inspect.getdoc(getattr(presets, name)) or "")
+
+
+def test_a_delay_must_fit_a_short_period() -> None:
+    with pytest.raises(ValueError, match="below 4"):
+        cadenza.streaming_diloco(4)
