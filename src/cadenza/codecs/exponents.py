@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode, check_whole_number
-from cadenza.codecs.fused import fused
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 
 __all__ = ["e3m0"]
@@ -65,7 +64,7 @@ class Exponents:
             halves = like(halves, even, torch.float16)
             signs = like(signs, even, torch.int16)
             with writing(scale_bytes, torch.float32) as scales:
-                _encode(even, codes, scales, floats=floats, halves=halves, signs=signs)
+                _encode(even, codes, scales, floats, halves, signs)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
@@ -84,17 +83,15 @@ class Exponents:
         return in_pieces(values.numel(), self.block, *parts)
 
 
-@fused
 def _encode(
     rows: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    *,
-    floats: torch.Tensor | None = None,
-    halves: torch.Tensor | None = None,
-    signs: torch.Tensor | None = None,
+    floats: torch.Tensor,
+    halves: torch.Tensor,
+    signs: torch.Tensor,
 ) -> None:
-    floats, halves, signs = like(floats, rows), like(halves, rows, torch.float16), like(signs, rows, torch.int16)
+    """Write the rows' codes and scales; the last three are scratch of the rows' shape."""
     largest = torch.abs(rows, out=floats).amax(dim=1, keepdim=True)
     scales.copy_(largest)
     torch.mul(rows, largest.clamp_(min=_NOTHING).reciprocal_().mul_(_SHIFT), out=floats)
@@ -107,13 +104,11 @@ def _encode(
     codes.copy_(low.bitwise_and_(15).add_(high, alpha=16))
 
 
-@fused
 def _decode(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     out.copy_(_levels(codes)[:, : out.shape[1]])
     out.mul_(scales)
 
 
-@fused
 def _decode_add(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     out.addcmul_(_levels(codes)[:, : out.shape[1]].to(torch.float32), scales)
 

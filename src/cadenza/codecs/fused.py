@@ -1,8 +1,8 @@
-"""Elementwise kernels that `torch.compile` may fuse: only if asked to, only for large inputs, never at import.
+"""Kernels that `torch.compile` may fuse: only if asked to, only for large inputs, never at import.
 
 ``CADENZA_COMPILE=1`` asks for it. It is off by default because the eager kernels, worked in pieces that stay in the
-cache, are nearly as fast, and starting the compiler takes seconds on every rank (docs/decisions/0004-codecs.md). Both
-ways give the same bytes.
+cache, are about as fast on a CPU, and starting the compiler takes seconds on every rank
+(docs/decisions/0004-codecs.md). Both ways give the same bytes.
 """
 
 from __future__ import annotations
