@@ -54,7 +54,8 @@ def world() -> dist.ProcessGroup:
 def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """What a rank contributes; every rank can compute everyone's."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    some = torch.randn(min(numel, 99_991), generator=generator, dtype=torch.float64).to(dtype)
+    return some.repeat(-(-numel // some.numel()))[:numel]
 
 
 def mean_of(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
