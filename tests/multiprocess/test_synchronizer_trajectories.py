@@ -343,3 +343,13 @@ def test_the_norm_of_the_mean_difference_is_clipped(ranks: RankPool) -> None:
     [trace, _] = ranks.run(2, train, cadenza.diloco(4, clip=0.05, outer_lr=1.0, outer_momentum=0.0), 4)
     start = Workers(CASES["mlp"], 1, momentum_sgd).snapshot()[0]
     assert (trace.finished - start).norm().item() == pytest.approx(0.05, rel=1e-4)
+
+
+def test_groups_of_unequal_depth_find_each_other(ranks: RankPool) -> None:
+    """Only four of the five ranks go through a stage at the middle level; all of them meet at the outer one."""
+    inner = LevelPlan(1, groups=((0, 1), (2, 3), (4,)))
+    middle = LevelPlan(2, groups=((0, 1, 2, 3), (4,)))
+    traces = ranks.run(5, train, Strategy(levels=(inner, middle, LevelPlan(4))), 5, timeout_s=20)
+    levels = {1: inner.groups, 2: middle.groups, 4: [[0, 1, 2, 3, 4]]}
+    reference = algorithms.hierarchical(Workers(CASES["mlp"], 5, momentum_sgd), 5, levels=levels)
+    assert_same_way(traces, reference, bits=False)
