@@ -61,8 +61,10 @@ Factory = Callable[[float], cadenza.Strategy]
 METHODS: dict[str, Factory | None] = {
     "ddp": None,
     "local_sgd": lambda _: cadenza.local_sgd(PERIOD),
+    "local_sgd_h1": lambda _: cadenza.local_sgd(1),
     "hierarchical": lambda _: cadenza.hierarchical({4: 2, PERIOD: "all"}),
     "diloco": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr),
+    "diloco_warmup": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, warmup_steps=10 * PERIOD),
     "diloco_int8": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.int8()),
     "diloco_int8_ef": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.error_feedback(codecs.int8())),
     "diloco_e3m0": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.e3m0()),
@@ -75,6 +77,7 @@ METHODS: dict[str, Factory | None] = {
 # Whose sweep chooses a method's outer learning rate: codecs are compared with fp32 at the same one.
 TUNED_BY = {
     "diloco": "diloco",
+    "diloco_warmup": "diloco",
     "diloco_int8": "diloco",
     "diloco_int8_ef": "diloco",
     "diloco_e3m0": "diloco",
@@ -123,6 +126,8 @@ class Trainer:
                 group["lr"] = rate_at(step - 1, settings.steps, peak=settings.lr, warmup=settings.warmup)
             loss = self.model(*next(data))
             loss.backward()
+            if self.sync is not None:
+                self.sync.average_gradients()  # during a warm-up; nothing otherwise
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
