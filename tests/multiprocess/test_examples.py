@@ -1,0 +1,93 @@
+"""What users are shown runs: the examples under torchrun, the page that teaches everything, the README's program."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+# The drop-in's example takes half a minute; `make train` runs it.
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "post_local_sgd_digits")
+WITH_LEVELS = {"hierarchical", "compose_your_own"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_under_torchrun(name: str) -> None:
+    ranks = 4 if name in WITH_LEVELS else 2
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*launch, str(ROOT / "examples" / f"{name}.py"), "--steps", "100"],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    [(loss, accuracy)] = re.findall(rf"{ranks} workers, 100 steps: loss ([\d.]+), accuracy ([\d.]+)%", done.stdout)
+    assert float(loss) < 1.0, done.stdout  # 2.3 before the first step
+    assert float(accuracy) > 80, done.stdout
+    assert re.search(r"sent (?!0\.00)[\d.]+ MB|[\d.]+ MB sent", done.stdout), done.stdout
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code on a page, the line on which it begins, and what the page says that rank 0 prints."""
+
+    line: int
+    code: str
+    printed: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found: list[Block] = []
+    text = page.read_text()
+    for fence in re.finditer(r"^```(python|text)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        kind, content = fence.groups()
+        if kind == "python":
+            found.append(Block(text.count("\n", 0, fence.start(2)), content, ""))
+        else:
+            found[-1] = Block(found[-1].line, found[-1].code, content)
+    return found
+
+
+def run_blocks(page: Path, folder: str) -> list[str]:
+    """Run a page as one program; return what each of its blocks printed."""
+    os.chdir(folder)
+    printed, names = [], {"__name__": "__main__"}
+    for block in blocks(page):
+        with redirect_stdout(io.StringIO()) as output:
+            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+        printed.append(output.getvalue())
+    return printed
+
+
+def assert_page_runs(ranks: RankPool, page: Path, folder: Path) -> None:
+    __tracebackhide__ = True
+    first, *others = ranks.run(4, run_blocks, page, str(folder), init=False, timeout_s=110)
+    assert not any("".join(printed) for printed in others)
+    wrong = [
+        f"{page.name}, line {block.line}: the page says\n{block.printed}\nbut it prints\n{printed}"
+        for block, printed in zip(blocks(page), first, strict=True)
+        if not doctest.OutputChecker().check_output(block.printed, printed, FLAGS)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_all_of_cadenza_runs_as_it_stands(ranks: RankPool, tmp_path: Path) -> None:
+    assert_page_runs(ranks, ROOT / "docs" / "all-of-cadenza.md", tmp_path)
