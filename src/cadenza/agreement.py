@@ -192,6 +192,10 @@ class Vote:
         with suppress(RuntimeError):
             self._decide("abort")
 
+    def settle(self) -> bool:
+        """Ask for an end, now: abort unless the others have committed already; return whether they have."""
+        return self._decide("abort") == "commit"
+
     def _verdict(self) -> str:
         if self._store.add(self._ready_key, 1) == self._members:
             return self._decide("commit")

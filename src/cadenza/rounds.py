@@ -324,8 +324,13 @@ def _land_together(work: _Pipeline, transport: Transport, step: int, number: int
     vote = Vote(
         transport.store, f"cadenza/round/{number}", members=len(transport.members), timeout_s=transport.timeout_s
     )
+    scratch: dict[int, torch.Tensor] = {}
+
+    def land() -> None:
+        for number, mean in scratch.items():
+            work.buckets[number].unpack(mean)
+
     try:
-        scratch: dict[int, torch.Tensor] = {}
         work.run(lambda number, mean: scratch.update({number: mean.clone()}))
     except BaseException as error:
         vote.abort()
@@ -336,10 +341,13 @@ def _land_together(work: _Pipeline, transport: Transport, step: int, number: int
         committed = vote.ready()
     except TransportError as error:
         raise RoundError(f"The round at step {step} failed. {error}") from error
+    except BaseException:  # Ctrl-C while waiting: the others may have gone on, and then so must we
+        if vote.settle():
+            land()
+        raise
     if not committed:
         raise _aborted(step, "Another rank failed, or did not come to the vote in time.")
-    for number, mean in scratch.items():
-        work.buckets[number].unpack(mean)
+    land()
 
 
 def _unsent(step: int, error: TransportError) -> RoundAbortedError:

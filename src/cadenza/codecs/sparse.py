@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode, check_share, check_whole_number
-from cadenza.codecs.pieces import in_pieces, like, read
+from cadenza.codecs.pieces import in_pieces, piece_values, read
 
 __all__ = ["topk"]
 
@@ -66,12 +66,8 @@ class TopK:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
-        scratch = None
         for rows, data in self._pieces(values, out):
-            scratch = like(scratch, rows)
-            magnitudes, places = torch.topk(
-                torch.abs(rows, out=scratch), self._kept(rows.shape[1]), dim=1, sorted=False
-            )
+            magnitudes, places = _largest(rows, self._kept(rows.shape[1]))
             scales, codes = _quantise(magnitudes, self._levels)
             codes.add_(rows.gather(1, places) < 0, alpha=self._levels)
             place_bytes, code_bytes, scale_bytes = data.split(self._sizes(rows.shape[1]), dim=1)
@@ -81,24 +77,19 @@ class TopK:
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
-        for rows, row_data in self._pieces(out, data, times=self._times):
+        for rows, row_data in self._pieces(out, data):
             places, values = self._read(rows.shape[1], row_data)
             rows.zero_().scatter_(1, places, values)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
-        for rows, row_data in self._pieces(out, data, times=self._times):
+        for rows, row_data in self._pieces(out, data):
             places, values = self._read(rows.shape[1], row_data)
             rows.scatter_add_(1, places, values.mul_(weight))
 
     @property
     def _levels(self) -> int:
         return 1 << (self.bits - 1)
-
-    @property
-    def _times(self) -> int:
-        """Return how much larger the pieces to decode can be, as scratch is needed only for what was sent."""
-        return max(1, min(8, round(0.16 / self.density)))
 
     def _kept(self, width: int) -> int:
         return max(1, round(self.density * width))
@@ -108,11 +99,10 @@ class TopK:
         kept = self._kept(width)
         return [3 * ((kept + 1) // 2), -(-kept * self.bits // 8), 4]
 
-    def _pieces(
-        self, values: torch.Tensor, data: torch.Tensor, *, times: int = 1
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut values and the bytes that they become."""
         parts = (values, self.block), (data, sum(self._sizes(self.block)))
+        times = max(1, min(8, round(0.16 / self.density)))  # scratch is needed only for the few that are sent
         return in_pieces(values.numel(), self.block, *parts, times=times)
 
     def _read(self, width: int, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,6 +114,13 @@ class TopK:
         # Two roundings, never one: a fused multiply-add would give other bits on other machines.
         values = (codes & (levels - 1)).to(torch.float32).mul_(step).add_(low)
         return _unpack_places(place_bytes)[:, :kept], torch.where(codes >= levels, -values, values)
+
+
+def _largest(rows: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest magnitudes of each row, and their places in it."""
+    few = max(1, piece_values(rows.device) // rows.shape[1])
+    found = [torch.topk(part.abs(), kept, dim=1, sorted=False) for part in rows.split(few)]
+    return torch.cat([part.values for part in found]), torch.cat([part.indices for part in found])
 
 
 def _quantise(magnitudes: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:

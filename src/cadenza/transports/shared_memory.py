@@ -258,6 +258,7 @@ def open_shared_memory(below: Transport) -> SharedMemoryTransport | None:
             meeting = _meet(below, listener, [secret for _, _, secret in cards], resources)
         except OSError as error:
             failure = error
+            resources.close()  # so that nobody waits for us
         met = below.exchange(b"\0" if failure else b"\1")()
         if failure or b"\0" in met:
             return None
@@ -279,10 +280,13 @@ def _prepare(resources: contextlib.ExitStack) -> tuple[socket.socket | None, byt
     machine = _machine()
     if machine is None or os.environ.get("CADENZA_SHARED_MEMORY") == "0":
         return None, _CARD.pack(0, bytes(16), secret)
-    listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    listener.settimeout(_SET_UP_S)
-    listener.bind(_address(secret))
-    listener.listen(1024)
+    try:
+        listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(_SET_UP_S)
+        listener.bind(_address(secret))
+        listener.listen(1024)
+    except OSError:
+        return None, _CARD.pack(0, bytes(16), secret)
     return listener, _CARD.pack(1, machine, secret)
 
 
