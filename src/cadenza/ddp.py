@@ -21,6 +21,7 @@ def covers(ddp: DistributedDataParallel, ranks: Collection[int]) -> bool:
 def fall_silent(ddp: DistributedDataParallel) -> None:
     """Stop DDP from averaging gradients and broadcasting buffers."""
     ddp.require_backward_grad_sync = False
+    ddp.require_forward_param_sync = False  # DDP itself only looks again after the next forward pass
 
 
 def widen(ddp: DistributedDataParallel, group: dist.ProcessGroup, *, while_true: Callable[[], bool]) -> None:

@@ -228,8 +228,9 @@ class _Encoded:
     def run(self) -> None:
         lanes = self._transport.lanes(self._values.device)
         _pipeline(len(self._rows), lanes, self._send_shares, self._reduce_share, self._receive)
-        sampled = 1 if self._residual is not None else self._members
-        self._done.error2 = sampled * float(self._error2)
+        numel = self._values.numel()
+        sampled = numel if self._residual is not None else sum(min(row, numel - at) for at, row in self._rows)
+        self._done.error2 = numel / sampled * float(self._error2)
 
     def _send_shares(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
@@ -241,8 +242,8 @@ class _Encoded:
             if self._residual is not None:
                 values = values + _padded(self._residual.own, at, row)
             self._codec.encode(values, outgoing[member])
-            if self._residual is None and member != self._transport.position:
-                continue  # one share tells what encoding loses
+            if self._residual is None and member:
+                continue  # the first share, which is never padding alone, tells what encoding loses
             lost = values - self._decoded(outgoing[member], row)
             self._error2 += lost.square().sum(dtype=torch.float64)
             if self._residual is not None:

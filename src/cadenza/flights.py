@@ -22,6 +22,7 @@ class Flight:
         origins: The parameters as they were at the launch, where a plain mean lands late and keeps local progress.
         alpha: How much of the local value stays when the result lands.
         inner_lrs: The learning rates at the launch.
+        samples: The samples that this worker had used at the launch.
     """
 
     level: int
@@ -35,6 +36,7 @@ class Flight:
     alpha: float = 0.0
     inner_lrs: dict[str, float] = field(default_factory=dict)
     passage: Future[Passage] = field(default_factory=Future)
+    samples: float = 0.0
     stall_s: float = 0.0
 
     @property

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from cadenza.errors import NotInitializedError, TopologyError
 from cadenza.exchange import Stage
-from cadenza.fragments import Fragment
+from cadenza.fragments import Fragment, wire_dtype
+from cadenza.process_groups import timeout_of
 from cadenza.rounds import run_round
 from cadenza.strategy import Groups, LevelPlan, Strategy
 from cadenza.topology import Level, Topology
@@ -76,12 +78,18 @@ class LevelGroup:
     @torch.no_grad()
     def take_from_first(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give tensors the values that the first member has, in place."""
-        fragment = _fragment(tensors)
+        averageable = {name: tensor for name, tensor in tensors.items() if wire_dtype(tensor.dtype) is not None}
+        fragment = _fragment(averageable)
         fragment.refuse_mesh_overlap(self.transport.members, self.this_rank)
         if fragment.problem is not None:
             raise TopologyError(fragment.problem)
         if self.alone:
             return
+        for name, tensor in tensors.items():
+            if name not in averageable:
+                memory = tensor.contiguous()
+                dist.broadcast(memory, src=self.transport.members[0], group=self.group)
+                tensor.copy_(memory)
         for bucket in fragment.buckets(self.transport.capacity):
             memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             bucket.pack(memory)
@@ -94,31 +102,40 @@ def build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topolog
     ranks = dist.get_process_group_ranks(group)
     if topology is None:
         topology = Topology(tuple(_partition(plan.groups, ranks, group) for plan in strategy.levels))
+        if left_out := sorted(set(ranks) ^ topology.levels[0].ranks):
+            raise TopologyError(
+                f"Every rank stands in one group of every level; ranks {left_out} are left out, or do not exist."
+            )
     if len(topology.levels) != len(strategy.levels):
         raise TopologyError(
             f"The topology has {len(topology.levels)} levels and the strategy {len(strategy.levels)}; they must match."
         )
+    timeout = timedelta(seconds=timeout_of(group))
     levels: list[LevelGroup] = []
     for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
-        own = dist.new_group(list(partition.group_of(dist.get_rank())), use_local_synchronization=True)
-        assert isinstance(own, dist.ProcessGroup)
-        stage = _stage(partition, topology.levels[i - 1], levels[-1]) if i else None
+        own = _new_group(partition.group_of(dist.get_rank()), timeout)
+        stage = _stage(partition, topology.levels[i - 1], levels[-1], timeout) if i else None
         levels.append(LevelGroup(plan, plan.name or f"level {i}", weakref.ref(own), connect(own), stage))
     return levels
 
 
-def _stage(outer: Level, inner: Level, inside: LevelGroup) -> Stage | None:
+def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _stage(outer: Level, inner: Level, inside: LevelGroup, timeout: timedelta) -> Stage | None:
     """Return the way of the outer level through the inner one, if the inner groups are several and of one size."""
     rank = dist.get_rank()
     mine = outer.group_of(rank)
     groups = [group for group in inner.groups if group[0] in mine]
     sizes = {len(group) for group in groups}
     if len(groups) == 1 or len(sizes) > 1 or sizes == {1}:
+        _new_group([rank], timeout)  # torch names groups by their number: every rank makes as many
         return None
     position = inner.group_of(rank).index(rank)
-    across = dist.new_group([group[position] for group in groups], use_local_synchronization=True)
-    assert isinstance(across, dist.ProcessGroup)
-    return Stage(inside.transport, connect(across))
+    return Stage(inside.transport, connect(_new_group([group[position] for group in groups], timeout)))
 
 
 def _partition(groups: Groups, ranks: Sequence[int], within: dist.ProcessGroup) -> Level:

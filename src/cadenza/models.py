@@ -8,10 +8,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.errors import UnsupportedModelError
+from cadenza.strategy import Strategy
 
 __all__ = ["ModelView"]
 
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class ModelView:
@@ -25,25 +26,43 @@ class ModelView:
                 raise TypeError(f"A torch.optim.Optimizer is required; got {type(optimizer).__name__}.")
         self.model = model
         self.optimizers = optimizers
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
-        self._refuse_what_cannot_work()
+        self.ddp: DistributedDataParallel | None = None
+        self._prefix = ""
+        inner = model
+        while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+            wrapper = "module" if isinstance(inner, DistributedDataParallel) else "_orig_mod"
+            self.ddp = inner if isinstance(inner, DistributedDataParallel) else self.ddp
+            self._prefix += f"{wrapper}."
+            inner = getattr(inner, wrapper)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are trained, by their own names, ties once."""
-        return {_plain(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {self._plain(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers, trained or not."""
+        found: list[tuple[str, torch.Tensor]] = [*self.model.named_parameters(), *self._buffers()]
+        return {self._plain(name): tensor for name, tensor in found}
+
+    def settle(self) -> None:
+        """Let FSDP2 put its shards back where they belong, should a forward pass have left parameters gathered."""
+        for module in self.model.modules():
+            reshard = getattr(module, "reshard", None)
+            if callable(reshard) and hasattr(module, "unshard"):
+                reshard()
 
     def float_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have a mean."""
-        return {_plain(name): b for name, b in self._buffers() if b.is_floating_point()}
+        return {self._plain(name): b for name, b in self._buffers() if b.is_floating_point()}
 
     def counters(self) -> dict[str, torch.Tensor]:
         """Return the integer buffers, such as BatchNorm's count of batches."""
-        return {_plain(name): b for name, b in self._buffers() if not b.is_floating_point() and not b.is_complex()}
+        return {self._plain(name): b for name, b in self._buffers() if not b.is_floating_point() and not b.is_complex()}
 
     def describe(self) -> list[str]:
         """Return a line for each parameter and buffer, to be compared between ranks."""
-        named: Iterable[tuple[str, torch.Tensor]] = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return [f"{_plain(name)}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in named]
+        found: list[tuple[str, torch.Tensor]] = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return [f"{self._plain(name)}: {_facts(tensor)}" for name, tensor in found]
 
     def inner_lrs(self) -> dict[str, float]:
         """Return the learning rate that each parameter has now."""
@@ -74,10 +93,18 @@ class ModelView:
             if name.endswith("/momentum_buffer"):
                 tensor.zero_()
 
+    def _plain(self, name: str) -> str:
+        """Return a tensor's own name, without what wrappers put into it."""
+        name = name.removeprefix(self._prefix)
+        for wrapper in _WRAPPERS:
+            name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+        return name
+
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.numel()]
 
-    def _refuse_what_cannot_work(self) -> None:
+    def refuse_what_cannot_work(self, strategy: Strategy) -> None:
+        """Raise if the model, or the strategy on this model, cannot work, and say what to change."""
         parameters = self.parameters()
         if not parameters:
             raise UnsupportedModelError(
@@ -93,20 +120,27 @@ class ModelView:
                     "average gradients in every step. Give fully_shard only the shard dimension, mesh['shard'], and "
                     "Cadenza the other: topology=Topology.from_mesh(mesh, ['replicate'])."
                 )
+            if mesh is not None and any(level.outer.clip is not None for level in strategy.levels):
+                raise UnsupportedModelError(
+                    f"Parameter {name} is sharded, and clipping needs the norm of the whole difference, which no rank "
+                    "has: use an outer update without clip."
+                )
+            if mesh is not None and any(level.schedule.uses_drift for level in strategy.levels):
+                raise UnsupportedModelError(
+                    f"Parameter {name} is sharded, and every shard has a drift of its own, so their periods would "
+                    "differ: use a schedule that does not follow the drift."
+                )
 
 
 def _replicated(parameter: torch.Tensor) -> bool:
     return any(placement.is_replicate() for placement in parameter.placements)  # type: ignore[attr-defined]
 
 
-def _plain(name: str) -> str:
-    """Return a parameter's own name, without what wrappers put before it."""
-    for wrapper in _WRAPPERS:
-        while name.startswith(wrapper):
-            name = name.removeprefix(wrapper)
-        if wrapper != "module.":
-            name = name.replace(f".{wrapper}", ".")
-    return name
+def _facts(tensor: torch.Tensor) -> str:
+    facts = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.layout == torch.strided and not hasattr(tensor, "placements") and not tensor.is_contiguous():
+        facts += f" with strides {tuple(tensor.stride())}"
+    return facts + (", trained" if tensor.requires_grad else "")
 
 
 def named(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
 from cadenza.fragmentation import by_layers
@@ -125,4 +126,4 @@ def sparse_loco(
 
 
 def _schedule(period: int | Schedule) -> Schedule:
-    return every(period) if isinstance(period, int) else period
+    return every(operator.index(period)) if isinstance(period, SupportsIndex) else period

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from cadenza.agreement import Header, Stance, Vote, disagreement
+from cadenza.agreement import HEADER_BYTES, Header, Stance, Vote, disagreement
 from cadenza.codecs import Codec
 from cadenza.errors import (
     CadenzaError,
@@ -105,6 +105,7 @@ def run_round(
             passage.spread2 = mean_over(transport, spread2, passage.weights) if spread else 0.0
     size = sum(bucket.numel * bucket.dtype.itemsize for bucket in work.buckets)
     passage.exchanged = Exchanged(2 * (len(headers) - 1) * size // len(headers), size, size)
+    passage.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
     passage.wire_s = time.perf_counter() - started
     return passage
 
@@ -135,6 +136,7 @@ def fly(
         if alone and problem is not None:
             raise NotFiniteError(problem)
         passage = Passage(headers, shares(headers, normalise=normalise))
+        passage.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
         try:
             for i, flat in enumerate(values):
                 residual = residuals[i] if residuals else None

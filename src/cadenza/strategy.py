@@ -12,14 +12,16 @@ wanted: a `Synchronizer` does it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
 from cadenza.fragmentation import Fragmentation, Whole
 from cadenza.outer import Outer, mean
 from cadenza.schedules import Every, Schedule, every, smallest_gap
+from cadenza.topology import Level
 
 __all__ = ["Groups", "LevelPlan", "Strategy"]
 
@@ -36,6 +38,7 @@ class LevelPlan:
         codec: How differences are written on the wire.
         outer: What becomes of the mean.
         name: What the level is called in reports; "level 0" and so on without one.
+        keep_anchor: Send differences from an anchor also where a plain mean would not need one.
 
     >>> LevelPlan(8).schedule
     Every(period=8, offset=0)
@@ -46,11 +49,12 @@ class LevelPlan:
     codec: Codec = field(default_factory=fp32)
     outer: Outer = field(default_factory=mean)
     name: str = ""
+    keep_anchor: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, int):
-            object.__setattr__(self, "schedule", every(self.schedule))
-        for value, wanted in ((self.schedule, "is_due"), (self.codec, "encode"), (self.outer, "update")):
+        if isinstance(self.schedule, SupportsIndex):
+            object.__setattr__(self, "schedule", every(operator.index(self.schedule)))
+        for value, wanted in ((self.schedule, "is_due"), (self.codec, "encoded_bytes"), (self.outer, "needs_inner_lr")):
             if not hasattr(value, wanted):
                 raise TypeError(
                     f"{value!r} cannot be a part of a level: a schedule (cadenza.every(…)), a codec "
@@ -61,15 +65,19 @@ class LevelPlan:
             raise ValueError(
                 f'groups is "all", "host", a number of ranks or a tuple of tuples of ranks; got {self.groups!r}.'
             )
+        if isinstance(self.groups, tuple):
+            if not all(isinstance(group, tuple) for group in self.groups):
+                raise ValueError(f"Explicit groups are a tuple of tuples of ranks; got {self.groups!r}.")
+            Level(self.groups)  # refuses empty and overlapping groups
 
     @property
     def anchored(self) -> bool:
         """Whether the level keeps an anchor, and sends differences from it."""
-        return not self.outer.plain or not self.codec.exact
+        return self.keep_anchor or not self.outer.plain or not self.codec.exact
 
     def describe(self) -> str:
         """Return a line that is equal on two ranks if their levels are."""
-        return f"{self.schedule.describe()} with {self.groups}, {self.codec.name}, {self.outer.describe()}"
+        return f"{self.schedule.describe()} with {self.groups}, {self.codec!r}, {self.outer.describe()}"
 
 
 @dataclass(frozen=True)
@@ -107,9 +115,16 @@ class Strategy:
     measure_drift: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        if not self.levels:
-            raise ValueError("A strategy needs at least one level: Strategy(levels=(LevelPlan(16),)).")
+        levels = (self.levels,) if isinstance(self.levels, LevelPlan) else tuple(self.levels)
+        if not levels or not all(isinstance(level, LevelPlan) for level in levels):
+            raise TypeError(
+                f"A strategy needs at least one LevelPlan: Strategy(levels=(LevelPlan(16),)); got {levels!r}."
+            )
+        if self.balanced:  # unequal numbers of steps can only be made up for in differences
+            levels = tuple(replace(level, keep_anchor=True) for level in levels)
+        object.__setattr__(self, "levels", levels)
+        if isinstance(self.fragments, type) or not hasattr(self.fragments, "describe"):
+            raise TypeError(f"fragments is whole(), by_layers(…) or by_bytes(…); got {self.fragments!r}.")
         for name in ("warmup_steps", "delay"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -130,7 +145,7 @@ class Strategy:
         weight = self.weight if isinstance(self.weight, str) else "a function"
         lines = [f"level {i}: {level.describe()}" for i, level in enumerate(self.levels)]
         lines += [f"fragments {self.fragments.describe()}", f"warm-up {self.warmup_steps}", f"delay {self.delay}"]
-        lines += [f"alpha {self.alpha:g}", f"buffers {self.buffers}", f"optimizer state {self.optimizer_state}"]
+        lines += [f"alpha {self.alpha!r}", f"buffers {self.buffers}", f"optimizer state {self.optimizer_state}"]
         lines += [f"weight {weight}", f"balanced {self.balanced}", f"drift {self.measures_drift}"]
         return "; ".join(lines)
 
@@ -140,6 +155,8 @@ class Strategy:
         return self.measure_drift or any(level.schedule.uses_drift for level in self.levels)
 
     def _check_choices(self) -> None:
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
+            raise TypeError(f"alpha is a number; got {self.alpha!r}.")
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha is the share of the local value that is kept, below 1; got {self.alpha}.")
         if self.optimizer_state not in ("leave", "average", "reset"):
@@ -164,10 +181,11 @@ class Strategy:
                 "Only the outermost level can follow the drift: that of an inner level is another number in every "
                 "group, and their periods would differ."
             )
-        if self.balanced and (len(self.levels) > 1 or self.delay or not isinstance(self.levels[0].schedule, Every)):
+        simple = len(self.levels) == 1 and not self.delay and isinstance(self.fragments, Whole)
+        if self.balanced and not (simple and isinstance(self.levels[0].schedule, Every)):
             raise ValueError(
-                "balanced works with one level that meets every(n) steps and no delay: other workers' steps are not "
-                "this one's, so nothing else can be counted alike."
+                "balanced works with one level that meets every(n) steps, whole and without delay: other workers' "
+                "steps are not this one's, so nothing else can be counted alike."
             )
 
     def _check_delay(self) -> None:

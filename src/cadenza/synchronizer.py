@@ -83,10 +83,11 @@ def attach(
         raise TypeError(
             f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
         )
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     view = ModelView(model, optimizers)
     group = resolve(process_group)
     check_door(group, terms=f"{strategy.describe()}; Cadenza {__version__}", model=view.describe())
+    view.refuse_what_cannot_work(strategy)
     levels = build_levels(strategy, group, topology)
     return Synchronizer(view, strategy, levels, observers=observers, auto=auto, scaler=scaler)
 
@@ -130,6 +131,7 @@ class Synchronizer:
         self._flights: dict[int, Flight] = {}
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="cadenza") if strategy.delay else None
         self._home = torch.device("cpu") if strategy.offload else None
+        self._known: set[str] = set()  # parameters that have one history on all ranks
         self._count = 0  # fragments, as of the last look at the model
         self._samples = 0.0
         self._counted: dict[int, float] = {}
@@ -140,7 +142,8 @@ class Synchronizer:
         self._balance = Balance(strategy)
         self._open = True
         self._hooks: list[Callable[[], None]] = []
-        self._levels[-1].take_from_first({**view.parameters(), **view.float_buffers()})
+        self._check_turns()
+        self._levels[-1].take_from_first(view.everything())
         if not strategy.warmup_steps:
             self._end_warmup()
         elif view.ddp is not None and not covers(view.ddp, self._levels[-1].transport.members):
@@ -165,7 +168,8 @@ class Synchronizer:
             self._count_warmup_step()
             return
         for fragment in [f for f, flight in self._flights.items() if flight.land_at <= self.clock]:
-            self._land(self._flights.pop(fragment))
+            flight = self._flights.pop(fragment)
+            self._track(flight.level, fragment).late_drift = self._land(flight)
         n = self._balance.tick(self.clock - self.strategy.warmup_steps)
         if n is not None:
             self._launch_due(n)
@@ -179,7 +183,7 @@ class Synchronizer:
         if self.clock >= self.strategy.warmup_steps or self._view.ddp is not None:
             return
         gradients = {name: p.grad for name, p in self._view.parameters().items() if p.grad is not None}
-        self._levels[-1].average(gradients, step=self.clock)
+        self._levels[-1].average(gradients, step=self._moment)
         self._gradients_averaged = True
 
     def drain(self) -> None:
@@ -212,14 +216,16 @@ class Synchronizer:
         """
         self._check_open()
         self._wait_for_courier()
+        self._view.settle()
         tensors: dict[str, torch.Tensor] = {**self._view.parameters()}
         if self.strategy.buffers:
             tensors |= self._view.float_buffers()
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
-            self._levels[-1].average(tensors, step=self.clock)
+            self._levels[-1].average(tensors, step=self._moment)
             yield self._view.model
         finally:
+            self._view.settle()
             with torch.no_grad():
                 for name, tensor in tensors.items():
                     tensor.copy_(kept[name])
@@ -277,12 +283,14 @@ class Synchronizer:
             drift = self._run(level, fragment, delay=self.strategy.delay, alpha=self.strategy.alpha)
             for track, was_due in zip(tracks, due, strict=True):
                 if was_due:
-                    track.schedule_state = track.schedule.after_round(n, track.schedule_state, drift)
+                    known = track.late_drift if drift is None else drift
+                    track.schedule_state = track.schedule.after_round(n, track.schedule_state, known)
 
     def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
         level = self._levels[number]
         if level.alone and not level.plan.anchored:
+            self._all_exhausted = self._exhausted
             return 0.0
         layout = self._layout(fragment)
         if not delay and not level.plan.anchored and level.stage is None:
@@ -307,7 +315,8 @@ class Synchronizer:
             for anchor, flat in zip(track.anchors, values, strict=True):
                 torch.sub(anchor, flat, out=flat)
         norm2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in values)
-        problem = self._not_finite(layout, norm2)
+        weight, problem = self._weight(number, fragment)
+        problem = problem or self._not_finite(layout, norm2)
         flight = Flight(
             number,
             fragment,
@@ -319,8 +328,9 @@ class Synchronizer:
             origins=origins if late_mean else None,
             alpha=0.0 if level.plan.outer.plain else alpha,
             inner_lrs=self._view.inner_lrs(),
+            samples=self._samples,
         )
-        header = self._header(layout, number, fragment, norm2)
+        header = self._header(layout, number, fragment, norm2, weight)
 
         def go() -> Passage:
             return fly(
@@ -363,7 +373,7 @@ class Synchronizer:
 
     def _write(self, flight: Flight, landed: Sequence[torch.Tensor]) -> None:
         """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
-        layout = self._layout(flight.fragment) if flight.late else flight.layout
+        layout = flight.layout
         if flight.origins is not None:
             now = layout.pack()
             for flat, origin, value in zip(now, flight.origins, landed, strict=True):
@@ -383,13 +393,15 @@ class Synchronizer:
         self._wait_for_courier()
         level, track = self._levels[number], self._track(number, fragment)
         norm2 = layout.fragment.norm2()
-        problem = self._not_finite(layout, norm2)
-        header = self._header(layout, number, fragment, norm2)
+        weight, problem = self._weight(number, fragment)
+        problem = problem or self._not_finite(layout, norm2)
+        header = self._header(layout, number, fragment, norm2, weight)
         spread = self.strategy.measures_drift
         with torch.no_grad():
             passage = run_round(layout.fragment, level.transport, header, problem=problem, spread=spread)
         track.rounds += 1
         flight = Flight(number, fragment, step=self.clock, land_at=self.clock, layout=layout, norm2=norm2)
+        flight.samples = self._samples
         self._after_landing(flight, None, passage)
         drift = math.sqrt(passage.spread2 / max(layout.fragment.norm2(), 1e-300)) if spread else None
         flight.stall_s = time.perf_counter() - started
@@ -406,14 +418,16 @@ class Synchronizer:
                 track.set_anchor(layout.pack() if landed is None else landed)
         level = self._levels[number]
         if self.strategy.buffers and fragment == 0:
-            level.average(self._view.float_buffers(), step=self.clock)
+            level.average(self._view.float_buffers(), step=self._moment)
             level.take_largest(self._view.counters())
         if self.strategy.optimizer_state == "average":
-            level.average(self._view.optimizer_tensors(layout.names), step=self.clock)
+            level.average(self._view.optimizer_tensors(layout.names), step=self._moment)
         elif self.strategy.optimizer_state == "reset":
             self._view.reset_optimizer_state(layout.names)
         elif level.plan.outer.needs_inner_lr:
             self._view.reset_momentum(layout.names)
+        for inner in range(number + 1):
+            self._counted[self._ledger(inner, fragment)] = flight.samples
         self._balance.learn(passage.headers, level.transport.position)
         if number == len(self._levels) - 1:
             self._all_exhausted = all(header.exhausted for header in passage.headers)
@@ -430,10 +444,35 @@ class Synchronizer:
         return fragments
 
     def _layout(self, fragment: int) -> Layout:
-        layout = Layout(named(self._view.parameters(), self._fragments()[fragment]), home=self._home)
+        self._view.settle()
+        names = self._fragments()[fragment]
+        self._welcome(names)
+        layout = Layout(named(self._view.parameters(), names), home=self._home)
         for level in self._levels:
             layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
         return layout
+
+    def _welcome(self, names: Sequence[str]) -> None:
+        """Let parameters that are new, or trained for the first time, start from one value on all ranks: their mean."""
+        new = [name for name in names if name not in self._known]
+        self._known.update(new)
+        if new and self.clock > self.strategy.warmup_steps:
+            self._wait_for_courier()
+            self._levels[-1].average(named(self._view.parameters(), new), step=self._moment)
+
+    def _check_turns(self) -> None:
+        """Refuse more fragments than can take turns, before anything is changed."""
+        count = len(self._fragments())
+        for fragment in range(count if count > 1 else 0):
+            staggered_levels([plan.schedule for plan in self.strategy.levels], fragment, count)
+
+    @property
+    def _moment(self) -> int:
+        """What ranks call the present: the clock or, where they take unequal numbers of steps, the period."""
+        return self._balance.periods if self.strategy.balanced else self.clock
+
+    def _ledger(self, level: int, fragment: int) -> int:
+        return fragment * len(self._levels) + level
 
     def _track(self, level: int, fragment: int) -> Track:
         if (level, fragment) not in self._tracks:
@@ -442,32 +481,32 @@ class Synchronizer:
             self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level])
         return self._tracks[level, fragment]
 
-    def _header(self, layout: Layout, level: int, fragment: int, norm2: float) -> Header:
+    def _header(self, layout: Layout, level: int, fragment: int, norm2: float, weight: float) -> Header:
         digest = bytes(a ^ b for a, b in zip(layout.fragment.digest, struct.pack("<qq", level, fragment), strict=True))
         return Header(
-            self._balance.periods if self.strategy.balanced else self.clock,
+            self._moment,
             digest,
             able=True,
             exhausted=self._exhausted,
-            weight=self._weight(fragment),
+            weight=weight,
             norm2=norm2,
             speed=self._balance.speed(),
             steps=self._balance.steps,
         )
 
-    def _weight(self, fragment: int) -> float:
+    def _weight(self, level: int, fragment: int) -> tuple[float, str | None]:
+        """Return this worker's weight, and what is wrong with it if something is."""
         if self._exhausted:
-            return 0.0
+            return 0.0, None
         if self.strategy.weight == "samples":
-            weight = self._samples - self._counted.get(fragment, 0.0)
-            self._counted[fragment] = self._samples
+            weight = self._samples - self._counted.get(self._ledger(level, fragment), 0.0)
         elif callable(self.strategy.weight):
             weight = float(self.strategy.weight())
         else:
-            return 1.0
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"A worker's weight is a number that is not negative; got {weight}.")
-        return weight
+            return 1.0, None
+        if math.isfinite(weight) and weight >= 0:
+            return weight, None
+        return 0.0, f"the weight is {weight}, and must be a number that is not negative."
 
     def _not_finite(self, layout: Layout, norm2: float) -> str | None:
         if layout.fragment.problem is not None:
@@ -503,7 +542,7 @@ class Synchronizer:
             raw_bytes=done.raw_bytes,
             stall_s=flight.stall_s,
             wire_s=passage.wire_s,
-            delay=flight.land_at - flight.step,
+            delay=self.clock - flight.step,
             drift=drift,
             codec=level.plan.codec.name,
             codec_error=None if exact or not flight.norm2 else math.sqrt(done.error2 / flight.norm2),

@@ -58,6 +58,7 @@ class Track:
         self.schedule = schedule
         self.schedule_state = schedule.start()
         self.rounds = 0
+        self.late_drift: float | None = None  # of the last round that landed late
         self.anchors: list[torch.Tensor] = []
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None

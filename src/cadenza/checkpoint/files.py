@@ -85,6 +85,8 @@ def verify(path: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {manifest.bytes} were written.")
         if _hash(path) != manifest.blake2b:
             raise CheckpointError(f"{path} is damaged: its bytes are not those that were written.")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, though its manifest is there.") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
