@@ -10,8 +10,8 @@ sites have a bridge a site, and one slower link from each bridge to the first. A
 
 From the shell: ``python -m cadenza.emulation --hosts 4 --rate 100mbit -- python train.py``.
 
-It needs root, and iproute2's `ip` and `tc`; `available` tells what is missing. A program that was killed (SIGKILL,
-SIGTERM) leaves its namespaces behind; `remove_leftovers` removes them.
+It needs root, and iproute2's `ip` and `tc`; `available` tells what is missing. A small process stands by each network
+and removes it also when the program that made it is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,13 +34,23 @@ from typing import IO, Self
 
 from cadenza.errors import CadenzaError
 
-__all__ = ["Host", "Network", "available", "remove_leftovers"]
+__all__ = ["Host", "Network", "available"]
 
 INTERFACE = "eth0"
 _PREFIX = "cadenza"
 _BURST = "128kb"  # as much may pass at once; small against what a second carries, large against a timer's tick
 _LATENCY = "300ms"  # how long a packet may wait in the shaper before it is dropped
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+# Waits until its input ends, which is when the network's owner closes it or is gone; then ends what runs in the
+# namespaces, and removes them. The interfaces go with them.
+_GUARD = """
+read -r _
+for name in "$@"; do
+    [ -e "/run/netns/$name" ] || continue
+    for process in $(ip netns pids "$name"); do kill -9 "$process"; done
+    ip netns delete "$name"
+done
+"""
 _MASTER_PORT = 29500  # every network has ports of its own, so this one is always free
 
 
@@ -122,6 +131,7 @@ class Network:
         if between is not None and len(self.sites) == 1:
             raise ValueError("between is the rate between sites, and there is one site; give hosts as [2, 2].")
         self.rate, self.between = _check_rate("rate", rate), _check_rate("between", between)
+        self._guard: subprocess.Popen[str] | None = None
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
         self._switch = f"{self._name}-sw"
         self.hosts = tuple(
@@ -214,6 +224,16 @@ class Network:
 
     def build(self) -> None:
         """Make the namespaces and the links; a ``with`` block does it, and takes them away again."""
+        command = ["sh", "-c", _GUARD, "guard", self._switch, *(host.name for host in self.hosts)]
+        self._guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+            text=True,
+            start_new_session=True,  # what ends this program, such as Ctrl-C, does not end it
+        )
         self._ip("netns", "add", self._switch)
         for site in range(len(self.sites)):
             self._ip("-n", self._switch, "link", "add", f"site{site}", "type", "bridge", "forward_delay", "0")
@@ -250,8 +270,12 @@ class Network:
             _call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *shaper])
 
     def remove(self) -> None:
-        """End whatever still runs on the hosts, and remove all that `build` has made so far."""
-        _remove([self._switch, *(host.name for host in self.hosts)])
+        """End whatever still runs on the hosts, and remove all that `build` has made."""
+        if self._guard is not None:
+            _, complaint = self._guard.communicate()
+            self._guard = None
+            if complaint:
+                raise CadenzaError(f"Not all of an emulated network could be removed: {complaint.strip()}")
 
     def _port(self, host: Host) -> str:
         return f"h{self.hosts.index(host)}"
@@ -271,37 +295,15 @@ class Network:
         _call(["ip", *arguments])
 
 
-def remove_leftovers() -> list[str]:
-    """Remove the namespaces of programs that were killed before they could, and return their names.
-
-    >>> remove_leftovers()  # doctest: +SKIP
-    ['cadenza-4711-0f3a5c-sw', 'cadenza-4711-0f3a5c-h0']
-    """
-    names = [line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines() if line.strip()]
-    owned = [(name, match[1]) for name in names if (match := re.match(rf"{_PREFIX}-(\d+)-[0-9a-f]+-", name))]
-    left = [name for name, owner in owned if not os.path.exists(f"/proc/{owner}")]
-    _remove(left)
-    return left
-
-
-def _remove(namespaces: Sequence[str]) -> None:
-    """End what runs in the namespaces, then remove them; interfaces go with them."""
-    existing = {line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines() if line.strip()}
-    mine = [name for name in namespaces if name in existing]
-    for name in mine:
-        for process in _call(["ip", "netns", "pids", name]).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
-    for name in mine:
-        _call(["ip", "netns", "delete", name])
-
-
 def _call(argv: Sequence[str]) -> str:
-    environment = {**os.environ, "PATH": _PATH, "LC_ALL": "C"}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise CadenzaError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _PATH, "LC_ALL": "C"}
 
 
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:

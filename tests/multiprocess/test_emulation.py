@@ -173,14 +173,21 @@ def test_nothing_is_left_of_a_network_that_could_not_be_built(monkeypatch: pytes
 
 
 @needs_network
-def test_what_a_killed_program_left_can_be_removed() -> None:
-    script = "import os; from cadenza.emulation import Network; n = Network(1); n.build(); print(n.hosts[0].name)"
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
-    with Network(1) as alive:
-        removed = emulation.remove_leftovers()
-        assert done.stdout.strip() in removed
-        assert alive.hosts[0].name in namespaces()
-    assert done.stdout.strip() not in namespaces()
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_nothing_is_left_of_a_program_that_was_killed(how: str) -> None:
+    script = """if True:
+        import os, signal, subprocess, sys
+        from cadenza.emulation import Network
+        with Network(1) as network:
+            subprocess.Popen(network.hosts[0].command(["sleep", "60"]))
+            print(network.hosts[0].name, flush=True)
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    """
+    command = [sys.executable, "-c", script, how]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -getattr(signal, how)
+    assert done.stdout.strip()
+    wait_until(lambda: not [name for name in namespaces() if name.startswith(done.stdout.strip()[:-2])])
 
 
 RANK = """
