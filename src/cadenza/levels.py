@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cadenza.errors import NotInitializedError, TopologyError
 from cadenza.exchange import Stage
 from cadenza.fragments import Fragment, wire_dtype
-from cadenza.process_groups import timeout_of
+from cadenza.process_groups import store_of, timeout_of
 from cadenza.rounds import run_round
 from cadenza.strategy import Groups, LevelPlan, Strategy
 from cadenza.topology import Level, Topology
@@ -111,12 +111,24 @@ def build_levels(strategy: Strategy, group: dist.ProcessGroup, topology: Topolog
             f"The topology has {len(topology.levels)} levels and the strategy {len(strategy.levels)}; they must match."
         )
     timeout = timedelta(seconds=timeout_of(group))
+    _count_groups_alike(group, timeout)
     levels: list[LevelGroup] = []
     for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
         own = _new_group(partition.group_of(dist.get_rank()), timeout)
         stage = _stage(partition, topology.levels[i - 1], levels[-1], timeout) if i else None
         levels.append(LevelGroup(plan, plan.name or f"level {i}", weakref.ref(own), connect(own), stage))
     return levels
+
+
+def _count_groups_alike(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Make as many groups on every rank: torch names a group by its ranks and by how many groups there are."""
+    store, rank = store_of(group), dist.get_rank()
+    visit = store.add(f"cadenza/group_visits/{rank}", 1)
+    mine = len(dist.distributed_c10d._world.pg_names)
+    store.set(f"cadenza/groups/{visit}/{rank}", str(mine))
+    counts = [int(store.get(f"cadenza/groups/{visit}/{other}")) for other in dist.get_process_group_ranks(group)]
+    for _ in range(max(counts) - mine):
+        _new_group([rank], timeout)
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:

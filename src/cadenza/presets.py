@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
 from cadenza.fragmentation import by_layers
 from cadenza.outer import nesterov, sgd
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every
-from cadenza.strategy import Groups, LevelPlan, Strategy
+from cadenza.strategy import Groups, LevelPlan, Strategy, as_schedule
 
 __all__ = [
     "diloco",
@@ -30,7 +29,7 @@ def local_sgd(period: int | Schedule = 16, *, codec: Codec | None = None, **opti
     >>> local_sgd(period=8).levels[0].schedule
     Every(period=8, offset=0)
     """
-    return Strategy(levels=(LevelPlan(_schedule(period), codec=codec or fp32()),), **options)
+    return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec or fp32()),), **options)
 
 
 def post_local_sgd(
@@ -64,7 +63,7 @@ def slowmo(
     >>> slowmo(beta=0.4).levels[0].outer.needs_inner_lr
     True
     """
-    plan = LevelPlan(_schedule(period), codec=codec or fp32(), outer=slowmo_update(alpha=alpha, beta=beta))
+    plan = LevelPlan(as_schedule(period), codec=codec or fp32(), outer=slowmo_update(alpha=alpha, beta=beta))
     return Strategy(levels=(plan,), **options)
 
 
@@ -85,7 +84,7 @@ def diloco(
     100
     """
     outer = nesterov(lr=outer_lr, momentum=outer_momentum, clip=clip)
-    return Strategy(levels=(LevelPlan(_schedule(period), codec=codec or fp32(), outer=outer),), **options)
+    return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec or fp32(), outer=outer),), **options)
 
 
 def streaming_diloco(
@@ -122,8 +121,4 @@ def sparse_loco(
     True
     """
     codec = error_feedback(topk(density=density), decay=decay)
-    return Strategy(levels=(LevelPlan(_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)
-
-
-def _schedule(period: int | Schedule) -> Schedule:
-    return every(operator.index(period)) if isinstance(period, SupportsIndex) else period
+    return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
 from cadenza.fragmentation import Fragmentation, Whole
@@ -23,9 +23,17 @@ from cadenza.outer import Outer, mean
 from cadenza.schedules import Every, Schedule, every, smallest_gap
 from cadenza.topology import Level
 
-__all__ = ["Groups", "LevelPlan", "Strategy"]
+__all__ = ["Groups", "LevelPlan", "Strategy", "as_schedule"]
 
 Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...]
+
+
+def as_schedule(period: Any) -> Schedule:
+    """Return a schedule as it is, and `every(n)` for a whole number of steps of whatever library."""
+    if isinstance(period, SupportsIndex) and not isinstance(period, bool):
+        return every(operator.index(period))
+    schedule: Schedule = period
+    return schedule
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,7 @@ class LevelPlan:
     keep_anchor: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, SupportsIndex):
-            object.__setattr__(self, "schedule", every(operator.index(self.schedule)))
+        object.__setattr__(self, "schedule", as_schedule(self.schedule))
         for value, wanted in ((self.schedule, "is_due"), (self.codec, "encoded_bytes"), (self.outer, "needs_inner_lr")):
             if not hasattr(value, wanted):
                 raise TypeError(
@@ -115,11 +122,11 @@ class Strategy:
     measure_drift: bool = True
 
     def __post_init__(self) -> None:
-        levels = (self.levels,) if isinstance(self.levels, LevelPlan) else tuple(self.levels)
-        if not levels or not all(isinstance(level, LevelPlan) for level in levels):
-            raise TypeError(
-                f"A strategy needs at least one LevelPlan: Strategy(levels=(LevelPlan(16),)); got {levels!r}."
-            )
+        if isinstance(self.levels, LevelPlan) or not all(isinstance(level, LevelPlan) for level in self.levels):
+            raise TypeError(f"levels is a tuple of LevelPlan: Strategy(levels=(LevelPlan(16),)); got {self.levels!r}.")
+        levels = tuple(self.levels)
+        if not levels:
+            raise ValueError("A strategy needs at least one level: Strategy(levels=(LevelPlan(16),)).")
         if self.balanced:  # unequal numbers of steps can only be made up for in differences
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)

@@ -169,7 +169,7 @@ class Synchronizer:
             return
         for fragment in [f for f, flight in self._flights.items() if flight.land_at <= self.clock]:
             flight = self._flights.pop(fragment)
-            self._track(flight.level, fragment).late_drift = self._land(flight)
+            self._track(flight.level, fragment).learn_drift(self._land(flight))
         n = self._balance.tick(self.clock - self.strategy.warmup_steps)
         if n is not None:
             self._launch_due(n)
@@ -283,8 +283,7 @@ class Synchronizer:
             drift = self._run(level, fragment, delay=self.strategy.delay, alpha=self.strategy.alpha)
             for track, was_due in zip(tracks, due, strict=True):
                 if was_due:
-                    known = track.late_drift if drift is None else drift
-                    track.schedule_state = track.schedule.after_round(n, track.schedule_state, known)
+                    track.count_round(n, drift)
 
     def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""

@@ -19,6 +19,9 @@ from cadenza.transports import Transport
 __all__ = ["Layout", "Track"]
 
 
+_BEFORE = "before/"
+
+
 class Layout:
     """A fragment's parameters as they lie in flat tensors, now."""
 
@@ -58,7 +61,6 @@ class Track:
         self.schedule = schedule
         self.schedule_state = schedule.start()
         self.rounds = 0
-        self.late_drift: float | None = None  # of the last round that landed late
         self.anchors: list[torch.Tensor] = []
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None
@@ -79,6 +81,20 @@ class Track:
             sent = [stage_part(anchor, stage) if stage else anchor for anchor in anchors]
             via = stage.across if stage else transport
             self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
+
+    def count_round(self, n: int, drift: float | None) -> None:
+        """Move the schedule on past a round at step `n`; what it was before stays known until the drift is."""
+        before = {f"{_BEFORE}{key}": value for key, value in self.schedule_state.items() if not key.startswith(_BEFORE)}
+        self.schedule_state = self.schedule.after_round(n, self.schedule_state, drift)
+        if drift is None and self.schedule.uses_drift:
+            self.schedule_state |= {**before, f"{_BEFORE}n": n}
+
+    def learn_drift(self, drift: float | None) -> None:
+        """Tell the schedule the drift of the round that it was moved past without knowing it."""
+        before = {key.removeprefix(_BEFORE): v for key, v in self.schedule_state.items() if key.startswith(_BEFORE)}
+        if before and drift is not None:
+            n = int(before.pop("n"))
+            self.schedule_state = self.schedule.after_round(n, before, drift)
 
     def set_anchor(self, flats: Sequence[torch.Tensor]) -> None:
         """Start anew from values on which a larger level has agreed; momentum is kept, residuals are forgotten."""

@@ -278,8 +278,8 @@ def balanced_with(options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"buffers": True}, {"optimizer_state": "average"}, {"fragments": cadenza.by_layers(1)}],
-    ids=["alone", "buffers", "optimizer state", "fragments"],
+    [{}, {"buffers": True}, {"optimizer_state": "average"}],
+    ids=["alone", "buffers", "optimizer state"],
 )
 def test_balanced_goes_with_the_other_choices(ranks: RankPool, options: dict[str, Any]) -> None:
     first, second = ranks.run(2, balanced_with, options, timeout_s=20)
