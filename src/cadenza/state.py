@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from cadenza.agreement import Header
 from cadenza.balance import Balance
+from cadenza.ddp import covers, fall_silent
 from cadenza.errors import CheckpointError
 from cadenza.exchange import Exchanged
 from cadenza.flights import Flight
@@ -72,6 +73,8 @@ class Held(Protocol):
     _tracks: dict[tuple[int, int], Track]
     _flights: dict[int, Flight]
     _home: torch.device | None
+    _known: set[str]
+    _count: int
     _samples: float
     _counted: dict[int, float]
     _level_at: dict[int, int]
@@ -80,10 +83,7 @@ class Held(Protocol):
     _gradients_averaged: bool
     _balance: Balance
 
-    def _fragments(self) -> list[list[str]]: ...
-    def _layout(self, fragment: int) -> Layout: ...
     def _track(self, level: int, fragment: int) -> Track: ...
-    def _end_warmup(self) -> None: ...
     def _wait_for_courier(self) -> None: ...
     def _check_open(self) -> None: ...
 
@@ -112,6 +112,7 @@ class Place:
 
 def place_of(sync: Held) -> Place:
     """Return where this rank stands."""
+    sync._view.settle()
     transport = sync._levels[-1].transport
     for parameter in sync._view.parameters().values():
         mesh = getattr(parameter, "device_mesh", None)
@@ -179,6 +180,8 @@ def _shared_facts(sync: Held, place: Place) -> dict[str, Any]:
         "strategy": sync.strategy.describe(),
         "groups": _own_groups(sync.strategy),
         "parameters": _parameters(sync._view),
+        "known": sorted(sync._known),
+        "fragments": sync._count,
     }
 
 
@@ -212,6 +215,8 @@ def _told(flight: Flight, passage: Passage) -> dict[str, Any]:
         "norm2": flight.norm2,
         "alpha": flight.alpha,
         "inner_lrs": flight.inner_lrs,
+        "names": flight.layout.names,
+        "samples": flight.samples,
         "stall_s": flight.stall_s,
         "origins": flight.origins is not None,
         "headers": [header.pack().hex() for header in passage.headers],
@@ -232,11 +237,13 @@ def _own_groups(strategy: Strategy) -> list[str]:
 
 
 def _parameters(view: ModelView) -> list[str]:
-    lines = []
-    for name, parameter in view.parameters().items():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        lines.append(f"{name}: {tuple(local.shape)} {_name(local.dtype)}")
-    return lines
+    found = {name: _local(parameter) for name, parameter in view.parameters().items()}
+    return [f"{name}: {tuple(local.shape)} {_name(local.dtype)}" for name, local in found.items()]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -292,7 +299,8 @@ class Restoration:
         worker: Whose entry this worker takes: its own, or that of position j mod N if the number of workers is another.
         own: Whether that is its own.
         first: Whether it is the first to take that entry, and not one more of a larger number of workers.
-        mine: That entry.
+        shared: What all workers share.
+        mine: The entry that this worker takes.
         common: For each level, the entry that has what its members hold in common.
         kept: For each level, whether it has the same members as when it was saved.
         present: The entries of all workers that are in the state.
@@ -302,6 +310,7 @@ class Restoration:
     worker: int
     own: bool
     first: bool
+    shared: _Saved
     mine: _Saved
     common: list[_Saved]
     kept: list[bool]
@@ -310,35 +319,53 @@ class Restoration:
     @torch.no_grad()
     def apply(self) -> None:
         """Give the synchronizer the state."""
-        sync, meta = self.sync, self.mine.meta
+        sync = self.sync
         sync._wait_for_courier()
         sync._flights.clear()
-        warm_before = sync.clock < sync.strategy.warmup_steps
-        sync.clock = meta["clock"]
-        if sync.clock < sync.strategy.warmup_steps:
-            sync._tracks.clear()  # anchors are taken when the warm-up ends
-            if sync._view.ddp is not None and not warm_before:
-                sync._view.ddp.require_backward_grad_sync = True
-        else:
-            sync._end_warmup()
-            self._restore_tracks()
-            self._restore_flights()
+        sync.clock = self.mine.meta["clock"]
+        sync._known, sync._count = set(self.shared.meta["known"]), self.shared.meta["fragments"]
+        ddp = sync._view.ddp
+        if ddp is not None and covers(ddp, sync._levels[-1].transport.members):
+            if sync.clock < sync.strategy.warmup_steps:
+                ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+            else:
+                fall_silent(ddp)
+        self._restore_tracks()
+        self._restore_flights()
         self._restore_counts()
 
     def _restore_tracks(self) -> None:
-        for (number, fragment), track in self.sync._tracks.items():
-            common, where = self.common[number], f"level/{number}/fragment/{fragment}"
-            told = common.meta["tracks"].get(f"{number}/{fragment}")
-            if told is None:  # a fragment that there was not
-                continue
-            track.schedule_state, track.rounds = dict(told["schedule"]), told["rounds"]
-            tensors = common.part(where)
-            parameters = self.sync._view.parameters()
-            names = [name for name in parameters if f"anchor/{name}" in tensors]
-            if names:  # parameters unfrozen since the last round join at the next one, not now
-                level = self.sync._levels[number]
-                track.fit(Layout(named(parameters, names), home=self.sync._home), level.transport, level.stage)
+        """Give every track what it had, and the parameters that it knew: those unfrozen since join at the next round.
+
+        During a warm-up there are none: anchors are taken when it ends.
+        """
+        told = self._tracks()
+        for key in self.sync._tracks.keys() - told.keys():
+            del self.sync._tracks[key]
+        for (number, fragment), facts in told.items():
+            track, level = self.sync._track(number, fragment), self.sync._levels[number]
+            track.schedule_state, track.rounds = dict(facts["schedule"]), facts["rounds"]
+            where = f"level/{number}/fragment/{fragment}"
+            tensors = self.common[number].part(where)
+            layout = self.layout(_anchored(tensors))
+            if layout.names:
+                track.fit(layout, level.transport, level.stage)
             track.load(tensors, partial(self._lost, number, where))
+
+    def _tracks(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """Return what is told of each track, by level and fragment."""
+        told = {}
+        for number, entry in enumerate(self.common):
+            for key, facts in entry.meta["tracks"].items():
+                level, fragment = map(int, key.split("/"))
+                if level == number and fragment < self.shared.meta["fragments"]:
+                    told[level, fragment] = facts
+        return told
+
+    def layout(self, names: Iterable[str]) -> Layout:
+        """Return how the parameters of these names lie in flat tensors, whether or not they are trained now."""
+        here = self.sync._view.everything()
+        return Layout(named(here, [name for name in names if name in here]), home=self.sync._home)
 
     def _restore_flights(self) -> None:
         for told in self.mine.meta["flights"]:
@@ -353,8 +380,7 @@ class Restoration:
                 _take(residual.next_share, self._lost(number, where, f"next_share/{i}"))
 
     def _flight(self, told: Mapping[str, Any]) -> Flight:
-        where = f"flight/{told['fragment']}"
-        layout = self.sync._layout(told["fragment"])
+        where, layout = f"flight/{told['fragment']}", self.layout(told["names"])
         flight = Flight(
             told["level"],
             told["fragment"],
@@ -366,6 +392,7 @@ class Restoration:
             origins=_flats(self.mine.part(f"{where}/origin"), layout) if told["origins"] else None,
             alpha=told["alpha"],
             inner_lrs=told["inner_lrs"],
+            samples=told["samples"],
             stall_s=told["stall_s"],
         )
         flight.passage.set_result(
@@ -428,7 +455,7 @@ def prepare(sync: Held, state: Mapping[str, torch.Tensor | str]) -> Restoration:
             asked = place.workers.index(level.transport.members[0])
             common.append(_entry_of(workers[asked % len(workers)], entries))
     first = place.position < len(workers)
-    restoration = Restoration(sync, worker, own, first, mine, common, kept, list(entries.values()))
+    restoration = Restoration(sync, worker, own, first, shared, mine, common, kept, list(entries.values()))
     _check_sizes(restoration)
     return restoration
 
@@ -506,17 +533,33 @@ def _check_steps(shared: _Saved, entries: Mapping[int, _Saved]) -> None:
 
 
 def _check_sizes(found: Restoration) -> None:
-    """Refuse tensors that do not fit: parameters may have been frozen or unfrozen while a round was in flight."""
+    """Refuse tensors that do not fit the parameters, also those that are not trained any more."""
+    here = found.sync._view.everything()
+    for number, entry in enumerate(found.common):
+        for key, tensor in entry.part(f"level/{number}").items():
+            _, kind, name = key.partition("/anchor/")
+            if kind and name in here and tensor.numel() != _numel(here[name]):
+                raise CheckpointError(
+                    f"This state was saved with another model: {name} had {tensor.numel()} values, and has "
+                    f"{_numel(here[name])} here. Nothing was changed."
+                )
     for told in found.mine.meta["flights"]:
-        fragment = told["fragment"]
-        layout = found.sync._layout(fragment) if fragment < len(found.sync._fragments()) else None
-        sizes = [strip.numel for strip in layout.strips] if layout else []
-        then = [flat.numel() for flat in found.mine.part(f"flight/{fragment}/value").values()]
+        then = [flat.numel() for flat in found.mine.part(f"flight/{told['fragment']}/value").values()]
+        sizes = [strip.numel for strip in found.layout(told["names"]).strips]
         if then != sizes:
             raise CheckpointError(
-                f"The round of fragment {fragment} that was in flight has {then} values; the fragment has {sizes} now. "
-                "Freeze and unfreeze parameters as they were. Nothing was changed."
+                f"The round that was in flight carries {', '.join(told['names'])}, {then} values; here they have "
+                f"{sizes}. Build the model as it was. Nothing was changed."
             )
+
+
+def _anchored(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the parameters that have an anchor."""
+    return [key.removeprefix("anchor/") for key in tensors if key.startswith("anchor/")]
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    return _local(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
 def _flats(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[torch.Tensor]:

@@ -591,23 +591,54 @@ def test_a_sharded_model_goes_on_shard_by_shard(ranks: RankPool, tmp_path: Path)
     assert (clock, kind) == (STEPS, "CheckpointError")
 
 
-def unfrozen_later() -> list[str]:
-    """A parameter that is unfrozen between two rounds joins at the next, whether or not the run was stopped."""
+def unfreeze(run: Run) -> None:
+    layer = run.model.get_submodule("0").requires_grad_(True)
+    run.optimizer.add_param_group({"params": list(layer.parameters())})
 
-    straight = Run("diloco")
+
+def unfrozen_later(name: str, case: str) -> list[str]:
+    """A layer that is unfrozen between two rounds joins at the next, whether or not the run was stopped."""
+    straight = Run(name, case)
     straight.model.get_submodule("0").requires_grad_(False)
     straight.go(5)
-    straight.model.get_submodule("0").requires_grad_(True)
+    if case == "frozen":
+        unfreeze(straight)
+    else:
+        straight.model.get_submodule("0").requires_grad_(True)
     straight.go(6)
     restore = in_memory(straight, Path())
     expected = straight.go(STEPS)
-    anew = Run("diloco")
+    anew = Run(name, case)
+    if case == "frozen":
+        unfreeze(anew)
     restore(anew)
     return _differences("resumed", anew.go(STEPS), expected)
 
 
-def test_parameters_that_were_unfrozen_since_the_last_round_join_at_the_next(ranks: RankPool) -> None:
-    assert ranks.run(2, unfrozen_later) == [[], []]
+@pytest.mark.parametrize("case", ["mlp", "frozen"])
+@pytest.mark.parametrize("name", ["diloco", "local_sgd"])
+def test_a_layer_that_was_unfrozen_since_the_last_round_joins_at_the_next(
+    ranks: RankPool, name: str, case: str
+) -> None:
+    assert ranks.run(2, unfrozen_later, name, case) == [[], []]
+
+
+def frozen_in_flight() -> list[str]:
+    """A layer that is frozen while a round is in flight still lands, whether or not the run was stopped."""
+    straight = Run("diloco_late")
+    straight.go(4)
+    straight.model.get_submodule("0").requires_grad_(False)
+    straight.go(5)
+    restore = in_memory(straight, Path())
+    expected = straight.go(7)
+    anew = Run("diloco_late")
+    anew.model.get_submodule("0").requires_grad_(False)
+    restore(anew)
+    return _differences("resumed", anew.go(7), expected)
+
+
+def test_a_layer_that_was_frozen_in_flight_lands(ranks: RankPool) -> None:
+    assert ranks.run(2, frozen_in_flight) == [[], []]
 
 
 def resume_balanced(folder: Path) -> tuple[Any, ...]:
