@@ -272,7 +272,8 @@ class Synchronizer:
     # ---- launching and landing -------------------------------------------------------------------------------------
 
     def _launch_due(self, n: int) -> None:
-        for fragment in range(self._count):
+        fragment = -1
+        while (fragment := fragment + 1) < self._count:  # a round may find that there are more
             tracks = [self._track(level, fragment) for level in range(len(self._levels))]
             due = [track.schedule.is_due(n, track.schedule_state) for track in tracks]
             level = largest_due(due)
