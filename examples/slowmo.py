@@ -55,6 +55,7 @@ if rank == 0:
         logits = model(digits[held_out])
     loss, accuracy = F.cross_entropy(logits, labels[held_out]), (logits.argmax(1) == labels[held_out]).float().mean()
     sent = sum(report.bytes_sent for report in reports)
+    gradients = steps * 2 * (world - 1) / world * sum(4 * p.numel() for p in model.parameters())
     print(f"{world} workers, {steps} steps: loss {loss:.3f}, accuracy {accuracy:.1%} on held-out digits")
-    print(f"each worker sent {sent / 1e6:.2f} MB in {len(reports)} rounds")
+    print(f"each worker sent {sent / 1e6:.2f} MB; averaging every step's gradients sends {gradients / 1e6:.2f} MB")
 dist.destroy_process_group()
