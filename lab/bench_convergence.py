@@ -165,11 +165,13 @@ class Trainer:
         return nothing() if self.sync is None else self.sync.averaged()
 
     def bytes_sent(self) -> int:
-        """Return what this worker handed to the transport; for DDP what a ring all-reduce takes."""
-        if self.sync is not None:
-            return sum(report.bytes_sent for report in self.rounds)
+        """Return what this worker handed to the transport; gradients take what a ring all-reduce does."""
         size = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-        return self.settings.steps * 2 * (self.workers - 1) * size // self.workers
+        gradients = 2 * (self.workers - 1) * size // self.workers
+        if self.sync is None:
+            return self.settings.steps * gradients
+        warmup = self.sync.strategy.warmup_steps * gradients
+        return warmup + sum(report.bytes_sent for report in self.rounds)
 
 
 @contextmanager
@@ -245,7 +247,9 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     lines.append("| --- |" + " ---: |" * 7)
     for method, run in runs.items():
         loss, sent = run["held_out"], run["bytes_sent"]
-        own = {"streaming": "streaming_fp32"}.get(method, "diloco" if method.startswith("diloco_") else None)
+        own = {"streaming": "streaming_fp32"}.get(
+            method, "diloco" if method.startswith(("diloco_int8", "diloco_e3m0")) else None
+        )
         cells = [
             method,
             f"{run['outer_lr']:g}" if method in TUNED_BY else "",
@@ -272,15 +276,15 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
     matplotlib.rcParams.update({"svg.hashsalt": "cadenza", "font.size": 9})
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    colours = pyplot.get_cmap("tab20").colors
+    colours, markers = pyplot.get_cmap("tab10").colors, "osD^"
     for i, (method, run) in enumerate(runs.items()):
         steps, losses = zip(*run["curve"], strict=True)
-        left.plot(steps, losses, label=method, color=colours[i], linewidth=1.3)
-        sent = run["bytes_sent"] / 1e6
-        right.plot(sent, losses[-1], "o", color=colours[i])
-        right.annotate(method, (sent, losses[-1]), textcoords="offset points", xytext=(5, 3), fontsize=7)
+        look = {"color": colours[i % 10], "label": method}
+        left.plot(steps, losses, linewidth=1.3, linestyle="-" if i < 10 else "--", **look)
+        right.plot(run["bytes_sent"] / 1e6, losses[-1], markers[i % 4], alpha=0.8, linestyle="none", **look)
     left.set(xlabel="step", ylabel="held-out loss, nats a byte", title="The same tokens for all")
     left.legend(fontsize=7, ncols=2)
+    right.legend(fontsize=7)
     right.set(xlabel="MB sent by a worker", title="The loss at the end, and what it cost to send", xscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
