@@ -47,6 +47,7 @@ def strategies(ranks: int) -> dict[str, Strategy]:
         "hierarchical_late": cadenza.hierarchical({3: two_groups, 6: "all"}, delay=2),
         "own_at_each_level": Strategy(levels=(inner, outer), delay=1),
         "slowmo": cadenza.slowmo(period=4),
+        "slowmo_late": cadenza.slowmo(period=4, delay=2),
         "diloco": cadenza.diloco(period=4, codec=FED_BACK),
         "diloco_warm": cadenza.diloco(period=4, warmup_steps=3, codec=FED_BACK, clip=0.5),
         "diloco_late": cadenza.diloco(period=4, delay=2, codec=FED_BACK),
@@ -80,7 +81,7 @@ class Run:
             self.case.backward(self.model, self.rank, self.sync.clock + 1)
             self.sync.average_gradients()
             self.optimizer.step()
-            self.sync.step(samples=1.0 + self.rank)
+            self.sync.step(samples=1.0 + self.rank * self.sync.clock)
             history.append(self.values())
             after(self.sync.clock)
         return history

@@ -4,13 +4,21 @@ DCP keeps one tensor under a key, whichever rank it came from; here every worker
 are kept. A synchronizer that has just been attached has no rounds in flight, so what to ask for is read from the
 checkpoint itself: `dcp_template`.
 
-    import torch.distributed.checkpoint as dcp
+>>> import tempfile, torch.distributed as dist, torch.distributed.checkpoint as dcp, cadenza
+>>> from cadenza import checkpoint
+>>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+>>> model, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> sync = cadenza.attach(model, optimizer, cadenza.diloco(period=4))
 
-    dcp.save(checkpoint.dcp_state(sync, model, optimizer), checkpoint_id=folder)
+Saving, and going on from what was saved:
 
-    state = checkpoint.dcp_template(folder, sync)
-    dcp.load(state, checkpoint_id=folder)
-    checkpoint.load_dcp_state(state, sync, model, optimizer)
+>>> _ = dcp.save(checkpoint.dcp_state(sync, model, optimizer, extra={"epoch": 3}), checkpoint_id=folder)
+>>> state = checkpoint.dcp_template(folder, sync)
+>>> dcp.load(state, checkpoint_id=folder)
+>>> checkpoint.load_dcp_state(state, sync, model, optimizer)
+{'epoch': 3}
+>>> dist.destroy_process_group()
 
 DCP unpickles what it reads, and notices no flipped bits: **load only what you trust**. Unlike `save` and `load`, its
 own are collectives.
@@ -41,7 +49,8 @@ def dcp_state(
 ) -> State:
     """Return everything that this worker needs to go on, for `torch.distributed.checkpoint.save`.
 
-    The tensors are those in use, not copies: write them before training goes on.
+    The tensors are those in use, not copies: write them before training goes on. There is an example at the top of
+    this module.
     """
     state = collect(sync)
     return state | collect_loop(place_of(sync).worker_root, model, optimizers_of(optimizer), extra)

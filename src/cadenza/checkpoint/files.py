@@ -52,7 +52,10 @@ def write_state(path: Path, state: Mapping[str, torch.Tensor | str], describe: C
     tensors = {key: value.contiguous() for key, value in state.items() if isinstance(value, torch.Tensor)}
     texts = {key: value for key, value in state.items() if isinstance(value, str)}
     partial = _partial(path)
-    save_file(tensors, partial, metadata={_TEXTS: json.dumps(texts)})
+    try:
+        save_file(tensors, partial, metadata={_TEXTS: json.dumps(texts)})
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be written: safetensors does not hold {error}.") from error
     _settle(partial, path)
     manifest = describe(path.stat().st_size, _hash(path))
     partial = _partial(_beside(path))

@@ -43,8 +43,19 @@ def save(
         model: The model that was given to `attach`.
         optimizer: The optimizer or optimizers that were given to `attach`.
         sync: The synchronizer.
-        extra: What else this worker shall find again (the position in its data, a learning rate schedule's state): a
-            dict that JSON can hold.
+        extra: What else this worker shall find again, such as the position in its data or the `state_dict()` of a
+            learning rate schedule: a dict of tensors, numbers, texts, lists, tuples and dicts of them.
+
+    >>> import os, tempfile, torch.distributed as dist, cadenza
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sync = cadenza.attach(model, optimizer, cadenza.diloco(period=4))
+    >>> folder = tempfile.mkdtemp()
+    >>> save(folder, model=model, optimizer=optimizer, sync=sync)
+    >>> sorted(os.listdir(folder))
+    ['shared.json', 'shared.safetensors', 'worker-00000.json', 'worker-00000.safetensors']
+    >>> dist.destroy_process_group()
     """
     folder = Path(folder)
     state = collect(sync)
@@ -88,6 +99,21 @@ def load(
 
     Returns:
         The `extra` that the worker had saved.
+
+    >>> import tempfile, torch.distributed as dist, cadenza
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sync = cadenza.attach(model, optimizer, cadenza.diloco(period=4))
+    >>> parts = {"model": model, "optimizer": optimizer, "sync": sync}
+    >>> folder = tempfile.mkdtemp()
+    >>> save(folder, **parts, extra={"epoch": 1})
+    >>> sync.step()
+    >>> load(folder, **parts)
+    {'epoch': 1}
+    >>> sync.clock
+    0
+    >>> dist.destroy_process_group()
     """
     folder = Path(folder)
     files = _files(folder)
@@ -118,6 +144,9 @@ def latest(root: str | Path) -> Path | None:
     """Return the newest whole checkpoint among the folders in `root`, or None; warn of those that are not whole.
 
     Every rank that sees the same files comes to the same answer.
+
+    >>> latest("/a/folder/that/is/not/there") is None
+    True
     """
     root = Path(root)
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []

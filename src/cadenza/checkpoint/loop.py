@@ -1,7 +1,7 @@
 """The state of a training loop beside the synchronizer's: model, optimizers, random numbers, and what users add.
 
-It lies under the worker's root as well: `worker/ID/model/…`, `worker/ID/optimizer/…`, `worker/ID/random/…`, all
-tensors, and `worker/ID/loop`, JSON that says how they belong together and holds everything else.
+It lies under the worker's root as well: `worker/ID/model/…`, `worker/ID/optimizer/…`, `worker/ID/random/…` and
+`worker/ID/extra/…`, all tensors, and `worker/ID/loop`, JSON that says how they belong together and holds the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def collect_loop(
         "model": writer.write("model", _unwrapped(model).state_dict()),
         "optimizer": writer.write("optimizer", [optimizer.state_dict() for optimizer in optimizers]),
         "random": writer.write("random", _random_state()),
-        "extra": _checked_extra(extra),
+        "extra": writer.write("extra", extra),
     }
     return {f"{root}/loop": json.dumps(told), **writer.tensors}
 
@@ -47,7 +47,7 @@ def belongs_to_loop(key: str) -> bool:
     >>> belongs_to_loop("worker/0/model/weight"), belongs_to_loop("worker/0/level/0/fragment/0/residual/0")
     (True, False)
     """
-    return key.split("/")[2] in ("model", "optimizer", "random", "loop")
+    return key.split("/")[2] in ("model", "optimizer", "random", "extra", "loop")
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def prepare_loop(
     if f"{root}/loop" not in state:
         raise CheckpointError(f"This state has no {root}/loop: it was not saved by cadenza.checkpoint.")
     told = read_json(f"{root}/loop", state[f"{root}/loop"])
-    saved = {name: _read(told[name], state) for name in ("model", "optimizer", "random")}
     inner = _unwrapped(model)
-    values = _fitted_model(saved["model"], inner.state_dict())
-    states = _fitted_optimizers(saved["optimizer"], optimizers)
+    values = _fitted_model(_read(told["model"], state), inner.state_dict())
+    states = _fitted_optimizers(_read(told["optimizer"], state, copy=True), optimizers)
     # Of workers that go on from one entry, only one may draw its random numbers.
-    return Loop(told["extra"], inner, optimizers, values, states, saved["random"] if restoration.first else None)
+    numbers = _read(told["random"], state) if restoration.first else None
+    return Loop(_read(told["extra"], state, copy=True), inner, optimizers, values, states, numbers)
 
 
 # ---- values and JSON -------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class _Writer:
             return {kind: [self.write(f"{path}/{i}", item) for i, item in enumerate(value)]}
         raise CheckpointError(
             f"{path} is a {type(value).__name__}, which has no place in a checkpoint without pickle: only tensors, "
-            "numbers, texts, lists, tuples and dicts of them do. Leave it out of the state_dict, or save it yourself."
+            "numbers, texts, lists, tuples and dicts of them do. Leave it out, or save it yourself."
         )
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class _Writer:
         return told
 
 
-def _read(told: Any, state: Mapping[str, torch.Tensor | str]) -> Any:
-    """Return nested values as they were before `_Writer` wrote them."""
+def _read(told: Any, state: Mapping[str, torch.Tensor | str], *, copy: bool = False) -> Any:
+    """Return nested values as they were before `_Writer` wrote them; `copy` if they are taken as they are."""
     if not isinstance(told, dict):
         return told
     if "tensor" in told:
@@ -143,26 +143,13 @@ def _read(told: Any, state: Mapping[str, torch.Tensor | str]) -> Any:
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"The state has no tensor {told['tensor']}.")
         if "stride" not in told:
-            return tensor
+            return tensor.clone() if copy else tensor
         return torch.empty_strided(tensor.shape, told["stride"], dtype=tensor.dtype).copy_(tensor)
     if "dict" in told:
-        return {_read(key, state): _read(item, state) for key, item in told["dict"]}
+        return {_read(key, state): _read(item, state, copy=copy) for key, item in told["dict"]}
     if "tuple" in told:
-        return tuple(_read(item, state) for item in told["tuple"])
-    return [_read(item, state) for item in told["list"]]
-
-
-def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if extra is None:
-        return None
-    try:
-        same = json.loads(json.dumps(extra))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"extra must be a dict that JSON can hold; got {extra!r} ({error}).") from error
-    if same != extra:
-        raise CheckpointError(f"extra must come back from JSON as it was; {extra!r} comes back as {same!r}.")
-    assert isinstance(same, dict)
-    return same
+        return tuple(_read(item, state, copy=copy) for item in told["tuple"])
+    return [_read(item, state, copy=copy) for item in told["list"]]
 
 
 # ---- models and optimizers -------------------------------------------------------------------------------------------
@@ -211,15 +198,10 @@ def _sharded(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[st
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))
     states = {
-        number: {key: _like(_copied(value), of[number]) for key, value in kept.items()}
+        number: {key: _like(value, of[number]) for key, value in kept.items()}
         for number, kept in saved["state"].items()
     }
     return {**saved, "state": states}
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a tensor: `load_state_dict` of an optimizer takes it as it is."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _facts(value: Any) -> str:
