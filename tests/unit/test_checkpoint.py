@@ -191,7 +191,7 @@ def test_what_only_pickle_could_hold_is_refused_with_its_place(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="extra/a is a set"):
         Job().save(tmp_path / "new", extra={"a": {1, 2}})
     assert not (tmp_path / "new").exists()
-    with pytest.raises(CheckpointError, match="safetensors does not hold torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"safetensors does not hold torch.complex128"):
         Job().save(tmp_path / "new", extra={"a": torch.ones(2, dtype=torch.complex128)})
 
 
