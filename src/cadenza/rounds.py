@@ -36,9 +36,20 @@ from cadenza.exchange import Exchanged, Residual, Stage, exchange_mean, exchange
 from cadenza.fragments import Bucket, Fragment
 from cadenza.transports import Lane, Transport, connect
 
-__all__ = ["Passage", "average", "distance_squared", "fly", "mean_over", "open_round", "run_round", "shares"]
+__all__ = [
+    "Passage",
+    "average",
+    "distance_squared",
+    "fly",
+    "mean_over",
+    "norm_squared",
+    "open_round",
+    "run_round",
+    "shares",
+]
 
 _PIECE = 1 << 20  # values; temporaries stay at some MiB
+_SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
 
 _NO_GRADIENT = (
     "There is nothing to average: none of the {} given parameters has a gradient. Averaging leaves out parameters "
@@ -209,7 +220,20 @@ def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> 
 def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the squared distance of two flat tensors, without a temporary of their size."""
     parts = zip(one.split(_PIECE), other.split(_PIECE), strict=True)
-    return sum(float((a - b).square_().sum(dtype=torch.float64)) for a, b in parts)
+    return sum(norm_squared(a - b) for a, b in parts)
+
+
+def norm_squared(values: torch.Tensor) -> float:
+    """Return the sum of squares of a flat tensor: short dot products in its own precision, added up in fp64.
+
+    >>> norm_squared(torch.tensor([3.0, 4.0]))
+    25.0
+    """
+    if not values.numel():
+        return 0.0
+    total = float(torch.stack([torch.dot(part, part) for part in values.split(_SHORT)]).sum(dtype=torch.float64))
+    # A square may overflow fp32 where the norm does not.
+    return total if math.isfinite(total) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 class _Pipeline:

@@ -32,7 +32,7 @@ from cadenza.models import ModelView, named
 from cadenza.observers import Observer, notify
 from cadenza.process_groups import resolve
 from cadenza.reports import RoundReport
-from cadenza.rounds import Passage, distance_squared, fly, run_round
+from cadenza.rounds import Passage, distance_squared, fly, norm_squared, run_round
 from cadenza.schedules import largest_due, staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
@@ -314,7 +314,7 @@ class Synchronizer:
         if level.plan.anchored:
             for anchor, flat in zip(track.anchors, values, strict=True):
                 torch.sub(anchor, flat, out=flat)
-        norm2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in values)
+        norm2 = sum(norm_squared(flat) for flat in values)
         weight, problem = self._weight(number, fragment)
         problem = problem or self._not_finite(layout, norm2)
         flight = Flight(
@@ -521,10 +521,10 @@ class Synchronizer:
         if not self.strategy.measures_drift or self.strategy.balanced:
             return None
         if not track.plan.anchored:
-            size2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in flight.values)
+            size2 = sum(norm_squared(flat) for flat in flight.values)
             return math.sqrt(passage.spread2 / max(size2, 1e-300))
         mean2 = sum(w * header.norm2 for w, header in zip(passage.weights, passage.headers, strict=True))
-        of_mean2 = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in flight.values)
+        of_mean2 = sum(norm_squared(flat) for flat in flight.values)
         size2 = sum(distance_squared(a, flat) for a, flat in zip(track.anchors, flight.values, strict=True))
         return math.sqrt(max(0.0, mean2 - of_mean2) / max(size2, 1e-300))
 
