@@ -35,11 +35,19 @@ class InterruptedStore:
         return getattr(self._store, name)
 
 
-def once_another_is_ready(store: dist.Store) -> dist.Store:
-    deadline = time.monotonic() + 10
-    while not store.check(["cadenza/round/1/ready"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return store
+class LateStore:
+    """The group's store, which counts a member ready only after the interrupted one."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def add(self, key: str, number: int) -> int:
+        while key.endswith("/ready") and not self._store.check([key]):
+            time.sleep(0.01)
+        return self._store.add(key, number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def vote_and_be_interrupted() -> tuple[str, float]:
@@ -51,7 +59,7 @@ def vote_and_be_interrupted() -> tuple[str, float]:
     if dist.get_rank() == INTERRUPTED:
         odd = type("Interrupted", (kind,), {"store": property(lambda self: InterruptedStore(store))})
     else:  # the interrupted one is the first to vote, and waits
-        odd = type("Late", (kind,), {"store": property(lambda self: once_another_is_ready(store))})
+        odd = type("Late", (kind,), {"store": property(lambda self: LateStore(store))})
     transport.__class__ = odd
     try:
         run_round(Fragment([values]), transport, atomic=True)
