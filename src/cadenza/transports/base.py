@@ -21,7 +21,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Lane", "Transport"]
+__all__ = ["OUT_OF_STEP", "Lane", "Transport"]
+
+# What a transport says when it is used after it was abandoned.
+OUT_OF_STEP = (
+    "An earlier averaging on this process group failed, and its members may be out of step. Destroy the group, make a "
+    "new one, and restore the parameters from a checkpoint or from one rank."
+)
 
 
 class Lane(Protocol):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cadenza.errors import NotInitializedError, TransportError
 from cadenza.process_groups import all_gather_single, control_device, store_of, timeout_of
-from cadenza.transports.base import Lane
+from cadenza.transports.base import OUT_OF_STEP, Lane
 from cadenza.transports.means import finish_mean, mean_into, scale_down
 
 __all__ = ["C10dTransport"]
@@ -93,10 +93,7 @@ class C10dTransport:
     def group(self) -> dist.ProcessGroup:
         """Return the group, or say why it can no longer be used."""
         if self._abandoned:
-            raise TransportError(
-                "An earlier averaging on this process group failed, and its members may be out of step. Destroy the "
-                "group, make a new one, and restore the parameters from a checkpoint or from one rank."
-            )
+            raise TransportError(OUT_OF_STEP)
         group = self._group()
         if group is None:
             raise NotInitializedError("The process group of this averaging was destroyed.")

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from cadenza.errors import TransportError
-from cadenza.transports.base import Lane, Transport
+from cadenza.transports.base import OUT_OF_STEP, Lane, Transport
 from cadenza.transports.means import mean_into, share
 
 __all__ = ["SharedMemoryTransport", "open_shared_memory"]
@@ -215,10 +215,7 @@ class _Mesh:
 
     def _open_peers(self) -> dict[int, socket.socket]:
         if not self._peers:
-            raise TransportError(
-                "An earlier averaging on this process group failed, and its members may be out of step. Destroy the "
-                "group, make a new one, and restore the parameters from a checkpoint or from one rank."
-            )
+            raise TransportError(OUT_OF_STEP)
         return self._peers
 
     def _read(self, position: int, size: int) -> bytes:
