@@ -12,6 +12,7 @@
     ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
     ├── CheckpointError         a saved state that is damaged or does not fit (also a ValueError)
     ├── TransportError          a peer or the network failed                 (also a RuntimeError)
+    ├── UsageError              bad input by the person at the command line  (also a ValueError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
         ├── RoundAbortedError   they are as they were, on every rank
         └── MixedParametersError  some hold the mean and some their local values
@@ -37,6 +38,7 @@ __all__ = [
     "TransportError",
     "UnsupportedModelError",
     "UnsupportedTensorError",
+    "UsageError",
 ]
 
 
@@ -78,6 +80,10 @@ class CheckpointError(CadenzaError, ValueError):
 
 class TransportError(CadenzaError, RuntimeError):
     """A peer ended, did not answer in time, or the network failed."""
+
+
+class UsageError(CadenzaError, ValueError):
+    """What a person gave the command line cannot be used: a key, a file, a folder, a task; says what is allowed."""
 
 
 class RoundError(CadenzaError, RuntimeError):
