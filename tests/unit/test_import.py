@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(cadenza.__path__, "cadenza.")
-    if not module.name.startswith(("cadenza.integrations", "cadenza.cli"))  # optional imports live there
+    if not module.name.startswith(
+        ("cadenza.integrations", "cadenza.cli", "cadenza.training")
+    )  # optional imports live there
 )
 
 # The names that a program moves over to, by replacing torch's modules in its imports.

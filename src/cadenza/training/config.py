@@ -1,0 +1,299 @@
+"""The configuration of a run: a TOML file, overridden by flags, checked before anything is started.
+
+Every key has a default, so an empty file is a configuration; `to_toml` writes a complete one.
+
+>>> config = read_config(None, {"strategy.period": 32, "launch.workers": 2})
+>>> config.strategy.build().period
+32
+>>> read_config(None, {"lunch.workers": 2})
+Traceback (most recent call last):
+  ...
+cadenza.errors.UsageError: lunch: there is no such key. Did you mean "launch"? Allowed: task, steps, seed, options, \
+strategy, launch, evaluate, checkpoint, log.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from cadenza import Strategy
+from cadenza.errors import CadenzaError, UsageError
+from cadenza.training.strategies import build_strategy, defaults_of, keys_of, nearest
+
+__all__ = [
+    "CheckpointSettings",
+    "Config",
+    "EvaluateSettings",
+    "LaunchSettings",
+    "LogSettings",
+    "Settings",
+    "StrategySettings",
+    "check_settings",
+    "read_config",
+]
+
+# The default run's strategy: gentler than the paper's, whose outer learning rate is meant for longer periods.
+DEFAULT_STRATEGY: dict[str, Any] = {"name": "diloco", "codec": "int8", "period": 16, "outer_lr": 0.4}
+
+_Count = Annotated[int, Field(ge=0)]
+_Number = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """A table of a configuration: types are taken at their word, and a key that is not known is an error.
+
+    A task can describe its own [options] by a class of this kind: see `Config.options_as`.
+
+    >>> class Options(Settings):
+    ...     width: int = Field(default=128, ge=1, description="Size of the hidden layer.")
+    >>> Options(width=64).width
+    64
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+SomeSettings = TypeVar("SomeSettings", bound=BaseModel)
+
+
+class StrategySettings(Settings):
+    """When workers come together and what they send: a strategy's name, its codec, and the preset's own arguments.
+
+    >>> StrategySettings(name="diloco", period=16).complete()
+    {'name': 'diloco', 'codec': '', 'period': 16, 'outer_lr': 0.7, 'outer_momentum': 0.9}
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: str = Field(default="diloco", description="ddp, or one of Cadenza's presets.")
+    codec: str = Field(default="", description='How differences are written, such as "int8"; "": as the preset does.')
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        self.build()
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The preset's arguments that were given."""
+        return dict(self.model_extra or {})
+
+    def build(self) -> Strategy:
+        """Return the strategy; `ddp` is a warm-up that never ends."""
+        return build_strategy(self.name, codec=self.codec, **self.arguments)
+
+    def complete(self) -> dict[str, Any]:
+        """Return all keys, also those that were left to the preset."""
+        return {"name": self.name, "codec": self.codec, **defaults_of(self.name), **self.arguments}
+
+
+class LaunchSettings(Settings):
+    """Where workers run; the words mean what they mean to torchrun."""
+
+    workers: _Number = Field(default=4, description="Workers on each node (torchrun: --nproc-per-node).")
+    nnodes: str = Field(default="1", description='Nodes, or a range such as "2:4".', pattern=r"^\d+(:\d+)?$")
+    node_rank: _Count = Field(default=0, description="This node's number, for a static rendezvous.")
+    rdzv_backend: str = Field(default="c10d", description="How nodes find each other.")
+    rdzv_endpoint: str = Field(default="", description='Where nodes find each other: "host:port"; "" on one node.')
+    rdzv_id: str = Field(default="", description="The name of the job, the same on all nodes.")
+    max_restarts: _Count = Field(
+        default=0, description="How often the workers of all nodes are started anew if one fails."
+    )
+    threads: _Number = Field(default=1, description="Threads of each worker (OMP_NUM_THREADS).")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="auto: nccl where there is CUDA, else gloo."
+    )
+
+
+class EvaluateSettings(Settings):
+    """When the held-out loss of the workers' average is measured; always at the end."""
+
+    every: _Count = Field(default=40, description="Steps between evaluations; 0: only at the end.")
+
+
+class CheckpointSettings(Settings):
+    """When all workers save what they need to go on; always at the end and when they are interrupted."""
+
+    every: _Count = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
+    keep: _Number = Field(default=3, description="How many whole checkpoints are kept.")
+
+
+class LogSettings(Settings):
+    """What is written beside the metrics."""
+
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
+
+
+class Config(Settings):
+    """All of a run's settings; made by `read_config`.
+
+    >>> Config(steps=10).with_(**{"checkpoint.every": 5}).checkpoint.every
+    5
+    """
+
+    task: str = Field(default="cadenza.training.standard_library_gpt:build", description='"package.module:function".')
+    steps: _Number = Field(default=400, description="Optimizer steps of each worker.")
+    seed: int = Field(default=1, ge=0, lt=2**31, description="What random numbers begin with.")
+    options: dict[str, Any] = Field(default_factory=dict, description="What the task makes of it.")
+    strategy: StrategySettings = Field(default_factory=lambda: StrategySettings(**DEFAULT_STRATEGY))
+    launch: LaunchSettings = Field(default_factory=LaunchSettings)
+    evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+
+    def options_as(self, kind: type[SomeSettings]) -> SomeSettings:
+        """Return the task's options, checked against a pydantic model such as a subclass of `Settings`.
+
+        >>> class Options(Settings):
+        ...     width: int = 128
+        >>> Config(options={"width": 64}).options_as(Options).width
+        64
+        >>> Config(options={"widht": 64}).options_as(Options)
+        Traceback (most recent call last):
+          ...
+        cadenza.errors.UsageError: options.widht: there is no such key. Did you mean "options.width"? Allowed: width.
+        """
+        return check_settings(kind, self.options, prefix="options.")
+
+    def with_(self, **dotted: Any) -> Config:
+        """Return the configuration with some keys changed, named as in `read_config`."""
+        return _checked(self._given(), dotted)
+
+    def to_toml(self) -> str:
+        """Return the complete configuration as TOML.
+
+        >>> print(Config(steps=10).to_toml())
+        task = "cadenza.training.standard_library_gpt:build"
+        steps = 10
+        ...
+        """
+        return tomli_w.dumps({**self.model_dump(), "strategy": self.strategy.complete()})
+
+    def _given(self) -> dict[str, Any]:
+        told = self.model_dump()
+        told["strategy"] = {key: value for key, value in told["strategy"].items() if key != "codec" or value}
+        return told
+
+
+def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Return the configuration in a TOML file, if one is given, with the overrides in place.
+
+    Args:
+        path: The file; None for the defaults.
+        overrides: Values by dotted keys, such as {"strategy.period": 32}. Another `strategy.name` leaves behind those
+            keys of the file's (or the default) strategy that it does not take.
+
+    >>> read_config(None, {"strategy.name": "local_sgd"}).strategy.complete()
+    {'name': 'local_sgd', 'codec': 'int8', 'period': 16}
+    """
+    return _checked({} if path is None else _read(Path(path)), overrides or {}, source=path)
+
+
+def check_settings(
+    kind: type[SomeSettings], given: Mapping[str, Any], *, prefix: str = "", source: str | Path | None = None
+) -> SomeSettings:
+    """Return the settings that a table holds; an error names the key, what was given and what is allowed."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        where = f"In {source}: " if source is not None else ""
+        raise UsageError(where + " ".join(_explain(kind, one, prefix) for one in error.errors())) from None
+    except CadenzaError as error:
+        raise UsageError(f"In {source}: {error}") if source is not None else error from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"There is no configuration file {path}. `cadenza train --print-config` writes one.") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder; the path of a TOML file is required.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not a text file; a TOML file is required.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _checked(given: Mapping[str, Any], overrides: Mapping[str, Any], *, source: str | Path | None = None) -> Config:
+    """Return the configuration that a table with overrides in it makes."""
+    if source is not None:
+        check_settings(Config, given, source=source)  # what is wrong in the file is said to be in the file
+    table = deepcopy(dict(given))
+    name = overrides.get("strategy.name")
+    if any(key.startswith("strategy.") for key in overrides):
+        base = table.get("strategy", DEFAULT_STRATEGY)
+        table["strategy"] = base if name in (None, base.get("name", "diloco")) else _left_of(base, name)
+    for key, value in overrides.items():
+        _put(table, key, value)
+    return check_settings(Config, table)
+
+
+def _left_of(strategy: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what another strategy can take over of one's keys."""
+    try:
+        return {key: value for key, value in strategy.items() if key in keys_of(name)}
+    except KeyError:  # there is no such strategy, which is said when the whole is checked
+        return {}
+
+
+def _put(table: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, last = dotted.split(".")
+    for part in path:
+        inner = table.get(part, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f'{dotted}: "{part}" is a value, not a table of keys.')
+        table[part] = inner = dict(inner)
+        table = inner
+    table[last] = value
+
+
+# ---- what is wrong, in words -----------------------------------------------------------------------------------------
+
+
+def _explain(kind: type[BaseModel], error: ErrorDetails, prefix: str) -> str:
+    *tables, last = [str(part) for part in error["loc"]] or [""]
+    prefix += "".join(f"{table}." for table in tables)
+    known = _fields_at(kind, tables)
+    if error["type"] == "extra_forbidden":
+        hint = nearest(last, list(known)).replace('"', f'"{prefix}', 1)
+        return f"{prefix}{last}: there is no such key.{hint} Allowed: {', '.join(known)}."
+    if error["type"] == "missing":
+        return f"{prefix}{last} is missing{_meaning(known.get(last))}"
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, CadenzaError):  # which has named the key itself
+        return str(cause)
+    told = error["msg"].removeprefix("Value error, ").removesuffix(".")
+    return f"{prefix}{last} = {_toml(error['input'])}: {told[:1].lower()}{told[1:]}{_meaning(known.get(last))}"
+
+
+def _meaning(description: str | None) -> str:
+    return f" ({description.rstrip('.')})." if description else "."
+
+
+def _fields_at(kind: type[BaseModel], tables: list[str]) -> dict[str, str]:
+    """Return the keys of a table inside the tables, and what they mean."""
+    for table in tables:
+        field = kind.model_fields.get(table)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return {}
+        kind = field.annotation
+    return {name: field.description or "" for name, field in kind.model_fields.items()}
+
+
+def _toml(value: Any) -> str:
+    """Return a value as it stands in a TOML file."""
+    try:
+        return tomli_w.dumps({"x": value}).removeprefix("x = ").strip() if not isinstance(value, Mapping) else "a table"
+    except TypeError:
+        return repr(value)

@@ -1,0 +1,200 @@
+"""From the words of a configuration to a strategy: names of presets and codecs, and the keys that each preset takes.
+
+`ddp` is no preset: it is a warm-up that never ends, on a model in DistributedDataParallel.
+
+>>> build_strategy("diloco", codec="int8+feedback", period=16, outer_lr=0.4).levels[0].codec.name
+'error_feedback(int8)'
+>>> build_strategy("ddp").warmup_steps == ALWAYS
+True
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import cadenza
+from cadenza import Strategy, codecs
+from cadenza.errors import CadenzaError, UsageError
+
+__all__ = ["ALWAYS", "CODECS", "STRATEGIES", "build_codec", "build_strategy", "defaults_of", "keys_of", "nearest"]
+
+ALWAYS = 2**62  # steps of a warm-up that never ends
+
+_PRESETS: dict[str, Callable[..., Strategy]] = {
+    "local_sgd": cadenza.local_sgd,
+    "post_local_sgd": cadenza.post_local_sgd,
+    "hierarchical": cadenza.hierarchical,
+    "slowmo": cadenza.slowmo,
+    "diloco": cadenza.diloco,
+    "streaming_diloco": cadenza.streaming_diloco,
+    "sparse_loco": cadenza.sparse_loco,
+}
+STRATEGIES = ("ddp", *_PRESETS)
+
+_CODECS: dict[str, Callable[[], codecs.Codec]] = {
+    "fp32": codecs.fp32,
+    "bf16": codecs.bf16,
+    "fp16": codecs.fp16,
+    "int8": codecs.int8,
+    "e3m0": codecs.e3m0,
+    "topk": codecs.topk,
+}
+CODECS = tuple(_CODECS)
+_FEEDBACK = "+feedback"
+
+# Choices of a Strategy that a table of TOML can hold; levels and fragments are the preset's business.
+_CHOICES = tuple(f.name for f in fields(Strategy) if f.name not in ("levels", "fragments", "balanced"))
+
+
+def nearest(given: str, allowed: Sequence[str]) -> str:
+    """Return a hint at the name that was meant, or nothing.
+
+    >>> nearest("dilocco", STRATEGIES)
+    ' Did you mean "diloco"?'
+    >>> nearest("adam", STRATEGIES)
+    ''
+    """
+    near = difflib.get_close_matches(given, allowed, n=1)
+    return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """Return the keys that a strategy takes beside its name.
+
+    >>> keys_of("sparse_loco")[:4]
+    ('period', 'outer_lr', 'density', 'decay')
+    >>> keys_of("ddp")
+    ()
+    """
+    if name == "ddp":
+        return ()
+    own = [p.name for p in inspect.signature(_PRESETS[name]).parameters.values() if p.kind != p.VAR_KEYWORD]
+    return tuple(dict.fromkeys([*own, *_CHOICES]))
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """Return a preset's own values, those that TOML can hold.
+
+    >>> defaults_of("slowmo")
+    {'period': 12, 'alpha': 1.0, 'beta': 0.6}
+    """
+    if name == "ddp":
+        return {}
+    parameters = inspect.signature(_PRESETS[name]).parameters.values()
+    return {p.name: p.default for p in parameters if isinstance(p.default, bool | int | float | str)}
+
+
+def build_codec(text: str) -> codecs.Codec:
+    """Return the codec of a name, with error feedback if "+feedback" follows it.
+
+    >>> build_codec("int8").name
+    'int8'
+    """
+    name = text.removesuffix(_FEEDBACK)
+    if name not in _CODECS:
+        raise UsageError(
+            f'strategy.codec = "{text}": there is no codec of this name.{nearest(name, CODECS)} Allowed: '
+            f'{", ".join(CODECS)}, and each but fp32 with "{_FEEDBACK}" behind it.'
+        )
+    codec = _CODECS[name]()
+    if name == text:
+        return codec
+    try:
+        return codecs.error_feedback(codec)
+    except ValueError as error:
+        raise UsageError(f'strategy.codec = "{text}": {error}') from error
+
+
+def build_strategy(name: str, *, codec: str = "", **given: Any) -> Strategy:
+    """Return the strategy that a configuration's [strategy] describes; the keys are the preset's own arguments.
+
+    >>> build_strategy("dilocco", period=16)
+    Traceback (most recent call last):
+      ...
+    cadenza.errors.UsageError: strategy.name = "dilocco": there is no strategy of this name. Did you mean "diloco"? \
+Allowed: ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco, streaming_diloco, sparse_loco.
+    """
+    if name not in STRATEGIES:
+        raise UsageError(
+            f'strategy.name = "{name}": there is no strategy of this name.{nearest(name, STRATEGIES)} Allowed: '
+            f"{', '.join(STRATEGIES)}."
+        )
+    _check_keys(name, [*given, *(["codec"] if codec else [])])
+    if name == "ddp":
+        return cadenza.local_sgd(period=1, warmup_steps=ALWAYS, measure_drift=False)
+    arguments = {key: _value(key, value) for key, value in given.items()}
+    if codec:
+        arguments["codec"] = build_codec(codec)
+    try:
+        return _PRESETS[name](**arguments)
+    except CadenzaError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UsageError(f'The strategy "{name}" ({_told(given)}) cannot be: {error}') from error
+
+
+def _check_keys(name: str, given: Sequence[str]) -> None:
+    allowed = keys_of(name)
+    for key in given:
+        if key not in allowed:
+            raise UsageError(_unknown(name, key, allowed))
+    signature = inspect.signature(_PRESETS[name]).parameters.values() if name != "ddp" else []
+    for parameter in signature:
+        wanted = parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
+        if wanted and parameter.name not in given:
+            example = '{4 = 2, 16 = "all"}' if parameter.name == "levels" else "100"
+            raise UsageError(
+                f'strategy.{parameter.name} is missing: the strategy "{name}" requires it, for instance '
+                f"{parameter.name} = {example}."
+            )
+
+
+def _unknown(name: str, key: str, allowed: Sequence[str]) -> str:
+    if key == "balanced":
+        return (
+            "strategy.balanced is not for `cadenza train`: its workers evaluate, stop and save at the same step, and "
+            "balanced workers take unequal numbers of steps. It works in a loop of your own."
+        )
+    if not allowed:
+        return f'strategy.{key}: the strategy "{name}" takes no keys but its name.'
+    return (
+        f'strategy.{key}: the strategy "{name}" does not take this key.{nearest(key, allowed)} Allowed: '
+        f"{', '.join(allowed)}."
+    )
+
+
+def _value(key: str, value: Any) -> Any:
+    """Return a value as presets want it: the keys of a TOML table are texts, its arrays are lists."""
+    if key == "levels":
+        if not isinstance(value, Mapping):
+            raise UsageError(
+                f'strategy.levels = {value!r}: a table of groups by period is required, such as {{4 = 2, 16 = "all"}}.'
+            )
+        return {_steps(key, period): _groups(groups) for period, groups in value.items()}
+    if key == "period" and isinstance(value, Mapping):
+        return cadenza.changing({_steps(key, step): period for step, period in value.items()})
+    if key == "period" and (isinstance(value, bool) or not isinstance(value, int)):
+        raise UsageError(
+            f"strategy.period = {value!r}: a whole number of steps is required, or a table of periods by the step from "
+            "which they hold, such as {1 = 16, 1000 = 64}."
+        )
+    return value
+
+
+def _groups(groups: Any) -> Any:
+    return tuple(tuple(group) for group in groups) if isinstance(groups, list) else groups
+
+
+def _steps(key: str, text: Any) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f'strategy.{key} = {{"{text}" = …}}: the keys are numbers of steps.') from None
+
+
+def _told(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value!r}" for key, value in given.items()) or "its own values"

@@ -1,0 +1,248 @@
+"""A task is what is trained: a model, its optimizer, batches for each worker, a loss; `build(config)` returns one.
+
+>>> import torch
+>>> def build(config):
+...     model = torch.nn.Linear(2, 1)
+...     return Task(
+...         model=model,
+...         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+...         batches=lambda worker, workers: [torch.full((4, 2), float(worker + 1))],
+...         loss=lambda model, batch: model(batch).square().mean(),
+...     )
+>>> built = check_task(build(config=None), source="build")
+>>> [len(batch) for batch in built.batches(0, 4)]
+[4]
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+
+from cadenza.errors import UsageError
+
+if TYPE_CHECKING:
+    from cadenza.training.config import Config
+
+__all__ = ["Build", "Scheduler", "Task", "check_task", "load_build"]
+
+
+class Scheduler(Protocol):
+    """What the loop wants of a learning rate schedule: torch's have it."""
+
+    def step(self) -> None:
+        """Go on by one optimizer step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint shall hold."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from what a checkpoint held."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and on what.
+
+    Args:
+        model: The model, with the same initial values on every worker (torch's seed is set before `build` is called).
+        optimizer: The inner optimizer, or several.
+        batches: From (worker, workers), the batches of that worker: a list, a DataLoader, or anything else that can be
+            iterated. It is iterated anew when it ends (after `set_epoch(epoch)`, if it has that method). A resumed run
+            skips the batches it had taken, so their order must be the same every time; if the object has `state_dict`
+            and `load_state_dict` (as torchdata's StatefulDataLoader), these are used instead.
+        loss: From (model, batch), the loss to minimise: a tensor with one value. Call the model itself, not its parts:
+            under DDP it is a wrapper around yours.
+        evaluate: From (model, worker, workers), the sum of the losses over that worker's share of the held-out data,
+            and how many there are. The shares of all workers are added. Called without gradients, in `eval()` mode.
+        scheduler: A learning rate schedule, or several; stepped once after every optimizer step.
+        samples: From a batch, how many samples it has; without it, the length of its first tensor.
+        unit: What `samples` counts, such as "tokens".
+        clip_gradients: The largest norm of the gradients, None for any.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> task = Task(
+    ...     model=model,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     batches=lambda worker, workers: [torch.ones(4, 2)],
+    ...     loss=lambda model, batch: model(batch).square().mean(),
+    ...     evaluate=lambda model, worker, workers: (float(model(torch.ones(2))), 1),
+    ... )
+    >>> task.unit
+    'samples'
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    batches: Callable[[int, int], Iterable[Any]]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    evaluate: Callable[[torch.nn.Module, int, int], tuple[float, float]] | None = None
+    scheduler: Scheduler | Sequence[Scheduler] = field(default=())
+    samples: Callable[[Any], int] | None = None
+    unit: str = "samples"
+    clip_gradients: float | None = None
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One optimizer or several, as a list."""
+        return [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else list(self.optimizer)
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        """The schedules, as a list."""
+        return list(self.scheduler) if isinstance(self.scheduler, Sequence) else [self.scheduler]
+
+
+Build: TypeAlias = "Callable[[Config], Task]"
+
+
+def load_build(name: str) -> Build:
+    """Return the function that "package.module:function" names; the current folder is searched as well.
+
+    >>> load_build("cadenza.training.standard_library_gpt:build").__name__
+    'build'
+    >>> load_build("cadenza.training.standard_library_gpt:biuld")
+    Traceback (most recent call last):
+      ...
+    cadenza.errors.UsageError: The task "cadenza.training.standard_library_gpt:biuld": its module has no "biuld"; \
+did you mean "build"?
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise UsageError(
+            f'A task is named "package.module:function", for instance "mypackage.task:build"; got "{name}".'
+        )
+    here = os.getcwd()
+    if here not in sys.path:  # `cadenza` is a script: unlike `python -m`, it has not put the current folder there
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(_not_found(name, module_name, error)) from error
+    except SyntaxError as error:
+        raise UsageError(f'The task "{name}": its module cannot be read: {error}') from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        near = difflib.get_close_matches(function_name, [n for n, v in vars(module).items() if callable(v)], n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else "."
+        raise UsageError(f'The task "{name}": its module has no "{function_name}"{hint}')
+    if not callable(function):
+        raise UsageError(f'The task "{name}" must be a function build(config) that returns a Task; it is {function!r}.')
+    build: Build = function
+    return build
+
+
+def check_task(task: object, *, source: str) -> Task:
+    """Return what a `build` returned if it is a task that can be trained; say what is wrong with it if not.
+
+    >>> check_task(None, source="mypackage.task:build")
+    Traceback (most recent call last):
+      ...
+    cadenza.errors.UsageError: mypackage.task:build must return a cadenza.training.Task; it returned None (NoneType). \
+Is its return statement missing?
+    """
+    if not isinstance(task, Task):
+        hint = " Is its return statement missing?" if task is None else ""
+        raise UsageError(
+            f"{source} must return a cadenza.training.Task; it returned {_short(task)} ({type(task).__name__}).{hint}"
+        )
+    for name, value, wanted, fits in _rules(task):
+        if not fits:
+            raise UsageError(
+                f"{source} returned a Task whose {name} is {_short(value)} ({type(value).__name__}); "
+                f"{wanted} is required."
+            )
+    _check_parameters(task, source)
+    return task
+
+
+def _rules(task: Task) -> list[tuple[str, Any, str, bool]]:
+    """Return (field, value, what is required, whether it is that) for each field."""
+    model: Any = task.model
+    optimizers: Any = task.optimizer if isinstance(task.optimizer, Sequence) else [task.optimizer]
+    clip: Any = task.clip_gradients
+    unit: Any = task.unit
+    return [
+        ("model", model, "a torch.nn.Module", isinstance(model, torch.nn.Module)),
+        (
+            "optimizer",
+            task.optimizer,
+            "a torch.optim.Optimizer, or several in a list,",
+            bool(optimizers) and all(isinstance(one, torch.optim.Optimizer) for one in optimizers),
+        ),
+        ("batches", task.batches, "a function of (worker, workers)", _takes(task.batches, 2)),
+        ("loss", task.loss, "a function of (model, batch)", _takes(task.loss, 2)),
+        (
+            "evaluate",
+            task.evaluate,
+            "a function of (model, worker, workers), or None,",
+            task.evaluate is None or _takes(task.evaluate, 3),
+        ),
+        (
+            "scheduler",
+            task.scheduler,
+            "a schedule with step(), state_dict() and load_state_dict(), or several in a list,",
+            all(all(hasattr(one, name) for name in _SCHEDULER) for one in task.schedulers),
+        ),
+        ("samples", task.samples, "a function of a batch, or None,", task.samples is None or _takes(task.samples, 1)),
+        ("unit", unit, "a word", isinstance(unit, str)),
+        (
+            "clip_gradients",
+            clip,
+            "a number above 0, or None,",
+            clip is None or (isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0),
+        ),
+    ]
+
+
+_SCHEDULER = ("step", "state_dict", "load_state_dict")
+
+
+def _check_parameters(task: Task, source: str) -> None:
+    """Refuse an optimizer of other parameters than the model's: it would train nothing, without a word."""
+    held = {id(p) for optimizer in task.optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [name for name, p in task.model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError(f"{source} returned a Task whose model has no parameter to train.")
+    if not any(id(p) in held for p in task.model.parameters() if p.requires_grad):
+        raise UsageError(
+            f"{source} returned a Task whose optimizer holds none of the model's parameters ({trained[0]}, …): make it "
+            "of model.parameters(), after the model has its final form."
+        )
+
+
+def _takes(function: object, count: int) -> bool:
+    """Say whether something can be called with so many arguments, as far as it tells."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function without a signature
+        return True
+    return True
+
+
+def _not_found(name: str, module: str, error: ModuleNotFoundError) -> str:
+    if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+        return (
+            f'The task "{name}": there is no module "{error.name}" here ({os.getcwd()}) nor among the installed '
+            "packages. Give the name as in an import statement, without .py, and start from the folder that holds it."
+        )
+    return f'The task "{name}" needs the module "{error.name}", which is not installed.'
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Mapping | list | tuple | set):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
