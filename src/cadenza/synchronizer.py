@@ -155,6 +155,13 @@ class Synchronizer:
 
     # ---- what users call -------------------------------------------------------------------------------------------
 
+    @property
+    def next_round(self) -> int | None:
+        """The clock's step at which the next round will be launched, as far as it is known; None in the warm-up."""
+        if self.clock < self.strategy.warmup_steps or not self._tracks:
+            return None
+        return self.strategy.warmup_steps + min(int(track.schedule_state["next"]) for track in self._tracks.values())
+
     def step(self, *, samples: float = 0.0) -> None:
         """Count one optimizer step, land what is due, launch what is due.
 

@@ -19,7 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from cadenza.errors import CheckpointError
 from cadenza.state import Restoration, State, read_json
 
-__all__ = ["Loop", "belongs_to_loop", "collect_loop", "optimizers_of", "prepare_loop"]
+__all__ = [
+    "Loop",
+    "belongs_to_loop",
+    "collect_loop",
+    "optimizers_of",
+    "prepare_loop",
+    "random_state",
+    "set_random_state",
+]
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -35,7 +43,7 @@ def collect_loop(
     told = {
         "model": writer.write("model", _unwrapped(model).state_dict()),
         "optimizer": writer.write("optimizer", [optimizer.state_dict() for optimizer in optimizers]),
-        "random": writer.write("random", _random_state()),
+        "random": writer.write("random", random_state()),
         "extra": writer.write("extra", extra),
     }
     return {f"{root}/loop": json.dumps(told), **writer.tensors}
@@ -67,7 +75,7 @@ class Loop:
         for optimizer, saved in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.load_state_dict(saved)
         if self._random is not None:
-            _set_random_state(self._random)
+            set_random_state(self._random)
 
 
 def prepare_loop(
@@ -239,7 +247,8 @@ def _is_dtensor(value: Any) -> bool:
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Return the state of Python's, torch's and, if it is loaded, NumPy's generators of random numbers."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -249,7 +258,8 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Let the generators of random numbers go on from a state."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
-__all__ = ["Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "read_lines"]
+__all__ = ["Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
 
 Line: TypeAlias = dict[str, Any]
 
@@ -80,7 +80,7 @@ class MetricsWriter:
         try:
             text = json.dumps(line, allow_nan=False)
         except ValueError:
-            text = json.dumps(_plain(line), allow_nan=False)
+            text = json.dumps(plain(line), allow_nan=False)
         self._waiting.append(text)
         if kind != "step" or now - self._flushed >= _FLUSH_S:
             self.flush()
@@ -191,9 +191,14 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(position)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return nested values with infinity and NaN, which JSON does not have, as texts.
+
+    >>> plain({"loss": float("inf")})
+    {'loss': 'inf'}
+    """
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

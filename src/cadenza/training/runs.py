@@ -35,7 +35,7 @@ import torch
 
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, read_config
-from cadenza.training.metrics import Metrics, MetricsWriter, Stopwatch, metrics_file, read_lines
+from cadenza.training.metrics import Metrics, MetricsWriter, Stopwatch, metrics_file, plain, read_lines
 from cadenza.version import __version__
 
 __all__ = ["Metrics", "MetricsWriter", "Run", "Stopwatch", "create", "describe_environment", "open_run", "read_metrics"]
@@ -111,7 +111,7 @@ class Run:
         return _read_json(self.summary_file) or None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        _write(self.summary_file, json.dumps(summary, indent=1, allow_nan=False))
+        _write(self.summary_file, json.dumps(plain(summary), indent=1, allow_nan=False))
 
 
 def create(folder: str | Path, config: Config) -> Run:

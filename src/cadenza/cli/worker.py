@@ -1,0 +1,84 @@
+"""One worker of a run: what the launcher starts, and what torchrun can start without it.
+
+    torchrun --nproc-per-node 4 -m cadenza.cli.worker runs/mine
+    torchrun --nproc-per-node 4 -m cadenza.cli.worker runs/mine --config mine.toml
+
+The first goes on with a run whose folder is there; the second makes the folder if it is not. It ends with 0 when the
+run has finished or was interrupted, with 2 after bad input, with 1 after any other error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cadenza.errors import CadenzaError, UsageError
+from cadenza.process_groups import resolve, store_of
+from cadenza.training.config import Config, read_config
+from cadenza.training.loop import process_group, run_worker
+from cadenza.training.runs import create, open_run
+
+__all__ = ["main"]
+
+FAILED, BAD_INPUT = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as one worker; return the exit code."""
+    parser = argparse.ArgumentParser(prog="cadenza.cli.worker", description="Train as one worker of a run.")
+    parser.add_argument("folder", type=Path, help="the run's folder")
+    parser.add_argument("--config", type=Path, help="a TOML file, to make a new run of")
+    given = parser.parse_args(arguments)
+    try:
+        if given.config is None:
+            run_worker(given.folder)
+        else:
+            _train_by(read_config(given.config), given.folder)
+    except UsageError as error:
+        print(f"cadenza: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except CadenzaError as error:
+        print(f"cadenza: {error}", file=sys.stderr)
+        return FAILED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
+def _train_by(config: Config, folder: Path) -> None:
+    """Train in a folder that one worker makes for all, unless it is there, as when a launcher starts workers anew."""
+    with process_group(config):
+        store = dist.PrefixStore("cadenza/worker", store_of(resolve(None)))
+        if dist.get_rank() == 0:
+            store.set("problem", _make(config, folder))
+        if problem := store.get("problem").decode():
+            raise UsageError(problem)
+        run_worker(folder)
+
+
+def _make(config: Config, folder: Path) -> str:
+    """Make a run's folder; return what is wrong, if something is."""
+    try:
+        if not (folder / "config.toml").exists():
+            create(folder, config)
+        elif open_run(folder).config().to_toml() != config.to_toml():
+            return f"{folder} is a run with another configuration: give the new run another folder."
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # without waiting for threads that wait for workers that are no more
+    sys.exit(0)

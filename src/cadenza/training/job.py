@@ -1,0 +1,110 @@
+"""What one worker trains, and all that it must find again to go on: task, model, synchronizer, place in the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import cadenza
+from cadenza import checkpoint
+from cadenza.checkpoint.loop import collect_loop
+from cadenza.errors import UsageError
+from cadenza.observers import Observer
+from cadenza.training.config import Config
+from cadenza.training.data import BatchStream
+from cadenza.training.randomness import seed_everything, seed_of
+from cadenza.training.task import Task, check_task, load_build
+
+__all__ = ["Job"]
+
+
+class Job:
+    """A task in the hands of one worker, with its strategy attached; all workers make theirs together.
+
+    Args:
+        config: What to train, and how.
+        observer: What gets a report of every round.
+    """
+
+    def __init__(self, config: Config, observer: Observer) -> None:
+        self.config = config
+        self.worker, self.workers = dist.get_rank(), dist.get_world_size()
+        self.device = _device()
+        self.task = self._build_task()
+        self.strategy = config.strategy.build()
+        self.is_ddp = config.strategy.name == "ddp"
+        self.model: torch.nn.Module = self.task.model.to(self.device)
+        if self.is_ddp:
+            self.model = DistributedDataParallel(self.model)
+        self.sync = cadenza.attach(self.model, self.task.optimizers, self.strategy, observers=[observer])
+        batches = self.task.batches(self.worker, self.workers)
+        self.stream = BatchStream(batches, source=f"batches({self.worker}, {self.workers}) of the task {config.task}")
+        self._refuse_what_cannot_be_saved()
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(p.numel() for p in self.task.model.parameters())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What a ring all-reduce of the gradients would have this worker send in one step."""
+        size = sum(p.numel() * p.element_size() for p in self.task.model.parameters() if p.requires_grad)
+        return round(2 * (self.workers - 1) / self.workers * size)
+
+    def save(self, folder: Path, extra: Mapping[str, Any]) -> int:
+        """Write this worker's part of a checkpoint; return its size in bytes."""
+        checkpoint.save(folder, **self._parts(), extra={**self._state(), **extra})
+        return sum(path.stat().st_size for path in folder.glob(f"worker-{self.worker:05}.*"))
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on from a checkpoint; return the `extra` that was saved with it."""
+        # Worker 0 has read all of it when it chose this one.
+        extra = checkpoint.load(folder, **self._parts(), verify="own") or {}
+        then, now = extra.get("schedulers", []), self.task.schedulers
+        if len(then) != len(now):
+            raise UsageError(
+                f"{folder} is of a task with {len(then)} learning rate schedules; {self.config.task} has {len(now)}. "
+                "Go on with the task that was trained."
+            )
+        for scheduler, state in zip(now, then, strict=True):
+            scheduler.load_state_dict(state)
+        self.stream.load_state_dict(extra["data"], own=extra["place"] == [self.worker, self.workers])
+        return extra
+
+    def _build_task(self) -> Task:
+        """Build the task: the same model on every worker, then random numbers of its own."""
+        name = self.config.task
+        build = load_build(name)
+        seed_everything(seed_of(self.config.seed, "model"))
+        task = check_task(build(self.config), source=name)
+        seed_everything(seed_of(self.config.seed, "worker", self.worker))
+        return task
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.task.optimizers, "sync": self.sync}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "place": [self.worker, self.workers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.task.schedulers],
+            "data": self.stream.state_dict(),
+        }
+
+    def _refuse_what_cannot_be_saved(self) -> None:
+        """Raise now what would otherwise be raised at the first checkpoint."""
+        collect_loop("worker/0", self.model, self.task.optimizers, self._state())
+
+
+def _device() -> torch.device:
+    if "nccl" in dist.get_backend_config():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

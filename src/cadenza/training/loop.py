@@ -1,0 +1,316 @@
+"""The loop of one worker: `run_worker(folder)` trains a run from wherever it stands to its end, or until it is stopped.
+
+Every worker of a run calls it, under torchrun or in a process group that is there already. If the folder holds a whole
+checkpoint, the run goes on from it, to the last bit as if it had never stopped (on CPU).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cadenza.errors import CadenzaError, NotFiniteError, UsageError
+from cadenza.process_groups import resolve, store_of
+from cadenza.training.checkpoints import agree_on_checkpoint, prune
+from cadenza.training.config import Config
+from cadenza.training.data import count_samples, to_device
+from cadenza.training.evaluation import held_out_loss, sum_over_workers
+from cadenza.training.job import Job
+from cadenza.training.metrics import MetricsWriter
+from cadenza.training.recording import Board, Recorder
+from cadenza.training.runs import Run, open_run
+from cadenza.training.stopping import Stopper
+
+__all__ = ["run_worker"]
+
+_logger = logging.getLogger("cadenza")
+
+
+def run_worker(folder: str | Path) -> str:
+    """Train as one worker of a run; return "finished" or "interrupted".
+
+    What goes wrong is written to the run's metrics, and raised.
+    """
+    run = open_run(folder)
+    config = run.config()
+    torch.set_num_threads(config.launch.threads)
+    with process_group(config):
+        worker = dist.get_rank()
+        store = dist.PrefixStore("cadenza/train", store_of(resolve(None)))
+        recorder = Recorder(MetricsWriter(run.metrics_of(worker)), recent=config.steps // 20)
+        try:
+            return _Loop(run, Job(config, recorder.observe_round), recorder, store).train()
+        except BaseException as error:
+            _write_failure(run, recorder, _first_failure(store, worker, error), worker)
+            raise
+        finally:
+            recorder.close()
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[None]:
+    """Be in a process group inside the block: the one that is there, the launcher's, or one of this process alone."""
+    if dist.is_initialized():
+        yield
+        return
+    backend: str = config.launch.backend
+    if backend == "nccl" or (backend == "auto" and torch.cuda.is_available() and dist.is_nccl_available()):
+        backend = "cpu:gloo,cuda:nccl"
+    elif backend == "auto":
+        backend = "gloo"
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CadenzaError(f"The workers could not come together at {where} by {backend}: {error}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Loop:
+    """A worker's way through its steps, and what comes after some of them.
+
+    A step is: batch, loss, backward, optimizer, schedule, `sync.step()`. Then, if its number asks for them, come an
+    evaluation of the workers' average and a checkpoint.
+    """
+
+    def __init__(self, run: Run, job: Job, recorder: Recorder, store: dist.Store) -> None:
+        self.run, self.job, self.recorder, self.store = run, job, recorder, store
+        self.config, self.task, self.sync = job.config, job.task, job.sync
+        self.leads = job.worker == 0
+        self.stopper = Stopper(store, worker=job.worker, workers=job.workers)
+        self.saved_at = 0
+
+    def train(self) -> str:
+        """Take all steps that are left; return how it ended."""
+        self.store.set(f"host/{self.job.worker}", socket.gethostname())
+        self._restore()
+        if self.leads:
+            self._tidy_up()
+        with self.stopper.watching():
+            dist.barrier()  # from here on all are watching: none can begin a step while another would not hear
+            self.recorder.start_counting()
+            self._write_start()
+            self.job.model.train()
+            finished = self._take_steps()
+            self._save()
+            return self._finish() if finished else self._interrupt()
+
+    # ---- the beginning ---------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        choice = agree_on_checkpoint(self.run, self.store, worker=self.job.worker)
+        if choice.folder is not None:
+            self.recorder.load_state_dict(self.job.load(choice.folder)["recorder"])
+        for text in choice.warnings:
+            _logger.warning("%s", text)
+            self.recorder.event(self.sync.clock, text, level="warning")
+        self.saved_at = self.recorder.last_step = self.sync.clock
+
+    def _tidy_up(self) -> None:
+        """Write down where the workers are, and open TensorBoard's file."""
+        hosts = [self.store.get(f"host/{worker}").decode() for worker in range(self.job.workers)]
+        self.run.write_environment({**self.run.environment(), "hosts": hosts})
+        self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
+        if self.config.log.tensorboard:
+            self._open_board()
+
+    def _write_start(self) -> None:
+        self.recorder.writer.write(
+            "start",
+            self.sync.clock,
+            worker=self.job.worker,
+            workers=self.job.workers,
+            host=socket.gethostname(),
+            strategy=self.config.strategy.name,
+            parameters=self.job.parameters,
+            gradient_bytes=self.job.gradient_bytes,
+            steps=self.config.steps,
+            unit=self.task.unit,
+            period=None if self.job.is_ddp else self.sync.strategy.period,
+            resumed=self.sync.clock > 0,
+        )
+
+    def _open_board(self) -> None:
+        try:
+            self.recorder.board = Board(self.run.tensorboard, self.sync.clock)
+        except ImportError as error:
+            text = f"There are no TensorBoard events, since tensorboard is not installed ({error})."
+            self.recorder.event(self.sync.clock, text, level="warning")
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def _take_steps(self) -> bool:
+        """Step up to the last step, or to the one at which all agree to stop; return whether it was the last."""
+        for step in range(self.sync.clock + 1, self.config.steps + 1):
+            if not self.stopper.may_begin(step):
+                return False
+            self._step(step)
+            if _is_due(step, self.config.evaluate.every) and step < self.config.steps:
+                self._evaluate()
+            if _is_due(step, self.config.checkpoint.every):
+                self._save()
+        return True
+
+    def _step(self, step: int) -> None:
+        task = self.task
+        batch = to_device(next(self.job.stream), self.job.device)
+        for optimizer in task.optimizers:
+            optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()
+        self._average_gradients(step)
+        value = self._finite(loss.item(), step)
+        if task.clip_gradients is not None:
+            torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_gradients)
+        lr = float(task.optimizers[0].param_groups[0]["lr"])
+        for optimizer in task.optimizers:
+            optimizer.step()
+        for scheduler in task.schedulers:
+            scheduler.step()
+        samples = (task.samples or count_samples)(batch)
+        self.recorder.mark(step, delay=self.sync.strategy.delay)
+        self.sync.step(samples=samples)
+        self.recorder.step(step, loss=value, samples=samples, lr=lr, next_sync=self.sync.next_round)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        loss: Any = self.task.loss(self.job.model, batch)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss.reshape(())
+        if not isinstance(loss, torch.Tensor):
+            told = f"{str(loss)[:80]} ({type(loss).__name__})"
+        elif loss.numel() != 1:
+            told = f"a tensor of shape {tuple(loss.shape)}"
+        else:
+            told = "a tensor that does not depend on the parameters, as under torch.no_grad() or after detach()"
+        raise UsageError(
+            f"loss(model, batch) of the task {self.config.task} must return a tensor with one value, to be minimised; "
+            f"it returned {told}."
+        )
+
+    def _average_gradients(self, step: int) -> None:
+        """Average the gradients in the warm-up, which for `ddp` is all of the run."""
+        if step > self.sync.strategy.warmup_steps:
+            return
+        started = time.perf_counter()
+        self.sync.average_gradients()  # DDP has done it in backward()
+        self.recorder.stall_s += time.perf_counter() - started
+        self.recorder.bytes_sent += self.job.gradient_bytes
+
+    def _finite(self, loss: float, step: int) -> float:
+        if math.isfinite(loss):
+            return loss
+        raise NotFiniteError(
+            f"The loss of worker {self.job.worker} is {loss} at step {step}, and training cannot go on from it. A "
+            "smaller learning rate, a longer warm-up or clip_gradients in the task may help."
+        )
+
+    # ---- what comes after some steps -------------------------------------------------------------------------------
+
+    def _evaluate(self, *, averaged: bool = True) -> None:
+        """Measure the held-out loss of the workers' average; training goes on as if nothing had been."""
+        if self.task.evaluate is None:
+            return
+        source = f"evaluate(model, worker, workers) of the task {self.config.task}"
+        with self.sync.averaged() if averaged and not self.job.is_ddp else nullcontext():
+            loss = held_out_loss(self.task, worker=self.job.worker, workers=self.job.workers, source=source)
+        self.recorder.evaluation(self.sync.clock, loss, write=self.leads)
+
+    def _save(self) -> None:
+        """Write this worker's part of a checkpoint of the step that it stands at, unless that is there."""
+        step = self.sync.clock
+        if step == self.saved_at:
+            return
+        folder = self.run.checkpoint(step)
+        size = self.job.save(folder, {"recorder": self.recorder.state_dict()})
+        self.saved_at = step
+        self.recorder.writer.write("checkpoint", step, path=str(folder.relative_to(self.run.folder)), bytes=size)
+        if self.leads:
+            prune(self.run, self.config.checkpoint.keep)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> str:
+        self.sync.finish()
+        self._evaluate(averaged=False)  # all have the same now
+        if self.leads:
+            _write_model(self.run, self.task.model)
+        return self._end("finished")
+
+    def _interrupt(self) -> str:
+        self.sync.close()  # a round in flight is in the checkpoint
+        if self.leads:
+            self.recorder.event(self.sync.clock, f"Interrupted: all workers stopped after step {self.sync.clock}.")
+        return self._end("interrupted")
+
+    def _end(self, status: str) -> str:
+        """Write how it ended, once all workers have come to this point."""
+        recorder, step = self.recorder, self.sync.clock
+        losses, count, samples = sum_over_workers(sum(recorder.losses), len(recorder.losses), recorder.samples)
+        if self.leads:
+            prune(self.run, self.config.checkpoint.keep)
+            self.run.write_summary(
+                {
+                    "status": status,
+                    "strategy": self.config.strategy.name,
+                    "codec": None if self.job.is_ddp else self.sync.strategy.levels[-1].codec.name,
+                    "workers": self.job.workers,
+                    "steps": step,
+                    "seconds": recorder.elapsed,
+                    "held_out": recorder.held_out,
+                    "training_loss": losses / count if count else None,
+                    "bytes_sent": recorder.bytes_sent,
+                    "ddp_bytes": self.job.gradient_bytes * step,
+                    "stall_s": recorder.stall_s,
+                    "rounds": recorder.rounds,
+                    "parameters": self.job.parameters,
+                    "samples_per_s": samples / max(recorder.elapsed, 1e-9),
+                }
+            )
+        recorder.writer.write("end", step, status=status, error=None)
+        return status
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _write_model(run: Run, model: torch.nn.Module) -> None:
+    """Write the trained model, which all workers have alike."""
+    from safetensors.torch import save_model
+
+    partial = run.model_file.with_suffix(".partial")
+    save_model(model, str(partial))
+    os.replace(partial, run.model_file)
+
+
+def _first_failure(store: dist.Store, worker: int, error: BaseException) -> str:
+    """Return what is to be said of an error: if another worker's came first, that this one only followed."""
+    text = str(error) if isinstance(error, CadenzaError) else f"{type(error).__name__}: {error}"
+    try:
+        first = store.compare_set("failed", "", str(worker)).decode()
+    except RuntimeError:  # the store's host has ended
+        return text
+    return text if first == str(worker) else f"Stopped, because worker {first} failed. ({text})"
+
+
+def _write_failure(run: Run, recorder: Recorder, text: str, worker: int) -> None:
+    recorder.writer.write("end", recorder.last_step, status="failed", error=text)
+    if worker == 0:
+        run.write_summary({"status": "failed", "error": text})

@@ -1,0 +1,144 @@
+"""What a worker writes down while it trains: its lines of metrics, TensorBoard events, and at the end the summary."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza import RoundReport, observers
+from cadenza.training.metrics import MetricsWriter, Stopwatch
+
+__all__ = ["Board", "Recorder"]
+
+_BOARD_EVERY = 10  # steps between points of TensorBoard's curves of the loss
+
+
+class Board:
+    """TensorBoard's curves, drawn by worker 0; without the package there are none."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)  # what a resumed run draws again replaces this
+        self.observe_round = observers.tensorboard(self._writer)
+
+    def draw(self, step: int, **figures: float) -> None:
+        """Add a point to each curve."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Recorder:
+    """Counts what a worker has done and writes lines about it; the counts go on after a resume.
+
+    Args:
+        writer: Where the lines go.
+        recent: Over how many of the last steps the training loss is averaged.
+    """
+
+    def __init__(self, writer: MetricsWriter, *, recent: int = 1) -> None:
+        self.writer = writer
+        self.board: Board | None = None
+        self.last_step = 0
+        self.samples = 0
+        self.bytes_sent = 0
+        self.stall_s = 0.0
+        self.rounds = 0
+        self.held_out: float | None = None
+        self.losses: deque[float] = deque(maxlen=max(1, recent))
+        self._carried = 0.0  # seconds of training before a resume
+        self._marks: dict[int, float] = {}  # when the last steps ended
+
+    @property
+    def elapsed(self) -> float:
+        return self.writer.stopwatch.elapsed
+
+    def start_counting(self) -> None:
+        """Count the seconds of training from here, on from those before a resume."""
+        self.writer.stopwatch = Stopwatch(self._carried)
+
+    def mark(self, step: int, *, delay: int) -> None:
+        """Remember when a step's own work was done: a round that lands `delay` steps later began then."""
+        self._marks[step] = self.elapsed
+        self._marks.pop(step - delay - 1, None)
+
+    def observe_round(self, report: RoundReport) -> None:
+        """Write down a round; an observer of the synchronizer."""
+        landed = self.elapsed
+        self.bytes_sent += report.bytes_sent
+        self.stall_s += report.stall_s
+        self.rounds += 1
+        late = report.delay > 0
+        launched = self._marks.get(report.step, landed) if late else landed - report.stall_s
+        figures = json.loads(report.to_json())
+        step = figures.pop("step")
+        del figures["kind"]
+        self.writer.write("round", step, **figures, launched=round(launched, 6), landed=round(landed, 6))
+        if self.board is not None:
+            self.board.observe_round(report)
+
+    def step(self, step: int, *, loss: float, samples: int, lr: float, next_sync: int | None) -> None:
+        """Write down a step."""
+        self.last_step = step
+        self.samples += samples
+        self.losses.append(loss)
+        self.writer.write(
+            "step",
+            step,
+            loss=loss,
+            samples=self.samples,
+            bytes_sent=self.bytes_sent,
+            stall_s=round(self.stall_s, 6),
+            lr=lr,
+            next_sync=next_sync,
+        )
+        if self.board is not None and step % _BOARD_EVERY == 0:
+            self.board.draw(step, loss=loss, lr=lr)
+
+    def evaluation(self, step: int, loss: float, *, write: bool) -> None:
+        """Remember a held-out loss; one worker writes it down for all."""
+        self.held_out = loss
+        if write:
+            self.writer.write("evaluation", step, loss=loss)
+            if self.board is not None:
+                self.board.draw(step, held_out=loss)
+
+    def event(self, step: int, text: str, *, level: str = "info") -> None:
+        """Write down something out of the ordinary."""
+        self.writer.write("event", step, text=text, level=level)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, for a checkpoint."""
+        return {
+            "elapsed": self.elapsed,
+            "samples": self.samples,
+            "bytes_sent": self.bytes_sent,
+            "stall_s": self.stall_s,
+            "rounds": self.rounds,
+            "held_out": self.held_out,
+            "losses": torch.tensor(list(self.losses), dtype=torch.float64),
+            "marks": dict(self._marks),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from what a checkpoint holds."""
+        self._carried = state["elapsed"]
+        self.start_counting()
+        self.samples, self.bytes_sent, self.stall_s = state["samples"], state["bytes_sent"], state["stall_s"]
+        self.rounds, self.held_out = state["rounds"], state["held_out"]
+        self.losses.extend(state["losses"].tolist())
+        self._marks = dict(state["marks"])
+
+    def close(self) -> None:
+        """Write what waits, and close the files."""
+        if self.board is not None:
+            self.board.close()
+        self.writer.close()
