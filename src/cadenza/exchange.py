@@ -5,7 +5,8 @@ member its share, encoded; the owner of a share decodes and sums them in fp32, e
 all, who decode the same bytes. Sparse ones are gathered whole and summed by everybody alike.
 
 Error feedback keeps what encoding lost: a member's own residual, and the residual of the mean of its share.
-`Residual` holds both, and changes only when the caller commits.
+`Residual` holds both. They change in place, bucket by bucket, unless the round is atomic: then only when the caller
+commits.
 """
 
 from __future__ import annotations
@@ -16,19 +17,31 @@ from dataclasses import dataclass
 import torch
 
 from cadenza.codecs import Codec
+from cadenza.norms import norm_squared
 from cadenza.transports import Lane, Transport
 
-__all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "stage_part"]
+_MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
+
+__all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "pipeline", "stage_part"]
 
 
 @dataclass
 class Exchanged:
-    """What an exchange cost and lost."""
+    """What an exchange cost and lost.
+
+    Attributes:
+        bytes_sent: What was handed to the transport, on all stages of the way.
+        encoded_bytes: What the codec made of this member's contribution; on a staged way, of the part that goes across.
+        raw_bytes: The size of the same values as they were.
+        error2: The squared norm of what encoding them lost, 0 where the codec is exact.
+        norm2: The squared norm of the values that were encoded, 0 where the codec is exact.
+    """
 
     bytes_sent: int = 0
     encoded_bytes: int = 0
     raw_bytes: int = 0
     error2: float = 0.0
+    norm2: float = 0.0
 
     def add(self, other: Exchanged) -> None:
         """Count another exchange in."""
@@ -36,29 +49,35 @@ class Exchanged:
         self.encoded_bytes += other.encoded_bytes
         self.raw_bytes += other.raw_bytes
         self.error2 += other.error2
+        self.norm2 += other.norm2
 
 
-@dataclass
 class Residual:
-    """What encoding has lost so far, and what is lost once the exchange that is under way is committed."""
+    """What encoding has lost so far: of a member's own values, and of the mean of its share.
 
-    own: torch.Tensor
-    share: torch.Tensor
-    next_own: torch.Tensor
-    next_share: torch.Tensor
+    An exchange leaves what it lost in `next_own` and `next_share`. They are the memory of `own` and `share` themselves,
+    unless it was begun as an atomic one, of which nothing is to stay if it fails.
+    """
+
+    def __init__(self, own: torch.Tensor, share: torch.Tensor) -> None:
+        self.own = self.next_own = own
+        self.share = self.next_share = share
 
     @classmethod
     def zeros(cls, values: torch.Tensor, transport: Transport, codec: Codec) -> Residual:
         """Start with nothing lost."""
         rows = [] if codec.sparse else list(_rows(values, transport, codec))
         share = torch.zeros(sum(row for _, row in rows), dtype=values.dtype, device=values.device)
-        own = torch.zeros_like(values)
-        return cls(own, share, torch.zeros_like(own), torch.zeros_like(share))
+        return cls(torch.zeros_like(values), share)
+
+    def begin(self, *, atomic: bool) -> None:
+        """Make ready for an exchange."""
+        self.next_own = torch.empty_like(self.own) if atomic else self.own
+        self.next_share = torch.empty_like(self.share) if atomic else self.share
 
     def commit(self) -> None:
         """Take over what the last exchange left."""
-        self.own, self.next_own = self.next_own, self.own
-        self.share, self.next_share = self.next_share, self.share
+        self.own, self.share = self.next_own, self.next_share
 
     def clear(self) -> None:
         """Forget what was lost."""
@@ -80,7 +99,9 @@ def exchange_mean(
         return done
     if codec.exact:
         _exchange_exact(values, transport, weights[transport.position], done)
-    elif codec.sparse:
+        return done
+    done.norm2 = norm_squared(values)
+    if codec.sparse:
         _Sparse(values, transport, codec, weights, residual, done).run()
     else:
         _Encoded(values, transport, codec, weights, residual, done).run()
@@ -108,15 +129,13 @@ def exchange_staged(
     residual: Residual | None = None,
 ) -> Exchanged:
     """Replace the values by their weighted sum over all groups, in place; `weights` has one for each inside member."""
-    done = Exchanged(raw_bytes=values.numel() * values.element_size())
+    done = Exchanged()
     if not values.numel():
         return done
     part = _reduce_scatter(values, stage.inside, weights, done)
     across = exchange_mean(part, stage.across, codec, weights=[1.0] * len(stage.across.members), residual=residual)
     _all_gather(part, values, stage.inside, done)
-    done.bytes_sent += across.bytes_sent
-    done.encoded_bytes = across.encoded_bytes
-    done.error2 = across.error2
+    done.add(across)
     return done
 
 
@@ -148,7 +167,7 @@ def _reduce_scatter(
         for member in range(1, members):
             parts[item].add_(received[member], alpha=weights[member])
 
-    _pipeline(len(rows), transport.lanes(values.device), send, reduce)
+    pipeline(_in_turn(len(rows), transport, values.device), send, reduce)
     transport.exchange(b"\0")()  # nobody packs anew before all have used what they got
     return part
 
@@ -170,7 +189,7 @@ def _all_gather(part: torch.Tensor, values: torch.Tensor, transport: Transport, 
         for member, received in enumerate(lane.gathered().view(values.dtype)):
             _put(values, start + member * row, received)
 
-    _pipeline(len(rows), transport.lanes(values.device), send, receive)
+    pipeline(_in_turn(len(rows), transport, values.device), send, receive)
 
 
 def _plain_rows(values: torch.Tensor, transport: Transport) -> Iterator[tuple[int, int]]:
@@ -179,12 +198,19 @@ def _plain_rows(values: torch.Tensor, transport: Transport) -> Iterator[tuple[in
     return _cut(values.numel(), len(transport.members), longest, 16)
 
 
-def _pipeline(count: int, lanes: Sequence[Lane], *stages: Callable[[int, Lane], None]) -> None:
-    """Take `count` items through the stages, each item on a lane of its own while it is under way."""
+def pipeline(lanes: Sequence[Lane], *stages: Callable[[int, Lane], None]) -> None:
+    """Take one item for each lane through the stages: while one is on the wire, its neighbours are worked on."""
+    count = len(lanes)
     for tick in range(count + len(stages) - 1):
         for delay, stage in enumerate(stages):
             if 0 <= (item := tick - delay) < count:
-                stage(item, lanes[item % len(lanes)])
+                stage(item, lanes[item])
+
+
+def _in_turn(count: int, transport: Transport, device: torch.device) -> list[Lane]:
+    """Return a lane for each of so many items: the transport's own, round and round."""
+    lanes = transport.lanes(device)
+    return [lanes[item % len(lanes)] for item in range(count)]
 
 
 def _exchange_exact(values: torch.Tensor, transport: Transport, weight: float, done: Exchanged) -> None:
@@ -204,7 +230,7 @@ def _exchange_exact(values: torch.Tensor, transport: Transport, weight: float, d
     def land(item: int, lane: Lane) -> None:
         parts[item].copy_(lane.land())
 
-    _pipeline(len(parts), transport.lanes(values.device), launch, lambda _, lane: lane.combine(), land)
+    pipeline(_in_turn(len(parts), transport, values.device), launch, lambda _, lane: lane.combine(), land)
 
 
 class _Encoded:
@@ -226,8 +252,8 @@ class _Encoded:
         self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
 
     def run(self) -> None:
-        lanes = self._transport.lanes(self._values.device)
-        _pipeline(len(self._rows), lanes, self._send_shares, self._reduce_share, self._receive)
+        lanes = _in_turn(len(self._rows), self._transport, self._values.device)
+        pipeline(lanes, self._send_shares, self._reduce_share, self._receive)
         numel = self._values.numel()
         sampled = numel if self._residual is not None else sum(min(row, numel - at) for at, row in self._rows)
         self._done.error2 = numel / sampled * float(self._error2)
@@ -299,7 +325,8 @@ class _Sparse:
         self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
 
     def run(self) -> None:
-        _pipeline(len(self._parts), self._transport.lanes(self._parts[0].device), self._send, self._receive)
+        lanes = _in_turn(len(self._parts), self._transport, self._parts[0].device)
+        pipeline(lanes, self._send, self._receive)
         self._done.error2 = float(self._error2)
 
     def _send(self, item: int, lane: Lane) -> None:
@@ -342,8 +369,8 @@ def _cut(numel: int, members: int, longest: int, block: int) -> Iterator[tuple[i
 
 
 def _longest(row_bytes: int, codec: Codec) -> int:
-    """Return the most values, a multiple of the codec's block, whose encoding fits a row."""
-    blocks = max(1, row_bytes // codec.encoded_bytes(codec.block))
+    """Return the most values, a multiple of the codec's block, whose encoding fits a row and the scratch for it."""
+    blocks = max(1, min(_MOST // codec.block, row_bytes // codec.encoded_bytes(codec.block)))
     while codec.encoded_bytes(blocks * codec.block) > row_bytes:
         blocks -= 1
         if not blocks:

@@ -1,16 +1,26 @@
-"""A round on its way, from its launch to its landing."""
+"""A round on its way: launched with packed values, carried to its result, and written into the parameters.
+
+`carry` does all that needs no parameters, in the thread of a courier where the strategy has a delay, so that the
+training loop only packs at the launch and unpacks at the landing. It may change the anchor there: a fragment has one
+round on its way at most, and nobody else reads the anchor before that has landed.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from cadenza.rounds import Passage
-from cadenza.tracks import Layout
+from cadenza.agreement import Header
+from cadenza.levels import LevelGroup
+from cadenza.norms import distance_squared, norm_squared
+from cadenza.rounds import Passage, fly
+from cadenza.tracks import Layout, Track
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "carry"]
 
 
 @dataclass
@@ -18,11 +28,13 @@ class Flight:
     """What a launch leaves for the landing.
 
     Attributes:
-        values: Flat copies of what was sent; the mean, once the passage is over.
+        values: Flat copies of what is sent; the mean, once the passage is over. None are left where there is an anchor,
+            which is the result then.
         origins: The parameters as they were at the launch, where a plain mean lands late and keeps local progress.
         alpha: How much of the local value stays when the result lands.
         inner_lrs: The learning rates at the launch.
         samples: The samples that this worker had used at the launch.
+        drift: How far the workers had moved apart, once the passage is over and if it is measured.
     """
 
     level: int
@@ -30,16 +42,100 @@ class Flight:
     step: int
     land_at: int
     layout: Layout
-    norm2: float
-    values: list[torch.Tensor] = field(default_factory=list)
+    values: Sequence[torch.Tensor] = ()
     origins: list[torch.Tensor] | None = None
     alpha: float = 0.0
     inner_lrs: dict[str, float] = field(default_factory=dict)
     passage: Future[Passage] = field(default_factory=Future)
     samples: float = 0.0
     stall_s: float = 0.0
+    drift: float | None = None
 
     @property
     def late(self) -> bool:
         """Whether training goes on between launch and landing."""
         return self.land_at > self.step
+
+    @torch.no_grad()
+    def write(self, landed: Sequence[torch.Tensor]) -> None:
+        """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
+        if self.origins is not None:
+            for now, origin, value in self.layout.pieces(self.origins, landed):
+                now.copy_(now.to(value).sub(origin).add_(value))
+        elif self.alpha:
+            for now, value in self.layout.pieces(landed):
+                now.copy_(now.to(value).lerp(value, 1 - self.alpha))
+        else:
+            self.layout.unpack(landed)
+
+
+@torch.no_grad()
+def carry(
+    flight: Flight,
+    level: LevelGroup,
+    track: Track,
+    header: Header,
+    *,
+    problem: str | None,
+    measure: bool,
+    normalise: bool,
+) -> Passage:
+    """Take packed values to their result: exchange them and, once that has succeeded, make the new anchor of them.
+
+    Args:
+        flight: The round; its values are used up.
+        level: Who meets, and how.
+        track: What the level remembers of the fragment.
+        header: What the others are told, but for the norm, which is found here.
+        problem: What keeps this worker from taking part, if something does.
+        measure: Whether to measure the drift.
+        normalise: Whether differences come from unequal numbers of steps.
+    """
+    plan, values = level.plan, flight.values
+    late_mean = flight.late and plan.outer.plain
+    spread = measure and not plan.anchored
+    origins = [flat.clone() for flat in values] if late_mean or spread else None
+    if plan.anchored:
+        for anchor, flat in zip(track.anchors, values, strict=True):
+            torch.sub(anchor, flat, out=flat)
+    norm2 = norm_squared(*values)
+    passage = fly(
+        values,
+        level.transport,
+        replace(header, norm2=norm2),
+        plan.codec,
+        problem=problem or _not_finite(flight, norm2),
+        describe=flight.layout.fragment.describe,
+        residuals=track.residuals,
+        stage=level.stage,
+        normalise=normalise,
+        origins=origins if spread else None,
+    )
+    if measure:
+        flight.drift = _drift_of_differences(passage, track, values) if plan.anchored else _drift(passage, values)
+    if plan.anchored:
+        flight.values = ()
+        if passage.weightless:
+            track.take(values)
+        else:
+            track.update(values, flight.inner_lrs)
+    flight.origins = origins if late_mean else None
+    return passage
+
+
+def _drift(passage: Passage, means: Sequence[torch.Tensor]) -> float:
+    """Return how far the workers had moved apart, relative to the size of the mean; the same on all ranks."""
+    return math.sqrt(passage.spread2 / max(norm_squared(*means), 1e-300))
+
+
+def _drift_of_differences(passage: Passage, track: Track, deltas: Sequence[torch.Tensor]) -> float:
+    mean2 = sum(w * header.norm2 for w, header in zip(passage.weights, passage.headers, strict=True))
+    size2 = sum(distance_squared(anchor, delta) for anchor, delta in zip(track.anchors, deltas, strict=True))
+    return math.sqrt(max(0.0, mean2 - norm_squared(*deltas)) / max(size2, 1e-300))
+
+
+def _not_finite(flight: Flight, norm2: float) -> str | None:
+    if flight.layout.fragment.problem is not None or math.isfinite(norm2):
+        return flight.layout.fragment.problem
+    found = (f"parameter {name}" for name, part in flight.layout.slices(flight.values) if not part.isfinite().all())
+    return f"{next(found, 'the norm of the values')} is not finite (NaN or infinity) at step {flight.step}."

@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 
 from cadenza.errors import UnsupportedTensorError
+from cadenza.norms import norm_squared
 
 __all__ = ["Bucket", "Fragment", "wire_dtype"]
 
@@ -73,7 +74,7 @@ class Bucket:
         if self._flat:
             torch.cat(self.pieces, out=memory[: self.numel])  # for many small pieces half the time of copies
         else:
-            torch._foreach_copy_(self._places_in(memory), self.pieces)
+            torch._foreach_copy_(self.places_in(memory), self.pieces)
 
     def distance2(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the squared distance between the values and `memory`, in fp64."""
@@ -83,14 +84,15 @@ class Bucket:
 
     def unpack(self, memory: torch.Tensor) -> None:
         """Copy the first `numel` elements of `memory` back into the tensors, in place."""
-        torch._foreach_copy_(self.pieces, self._places_in(memory))
+        torch._foreach_copy_(self.pieces, self.places_in(memory))
 
     @property
     def _flat(self) -> bool:
         """Whether all pieces are runs of the bucket's own dtype."""
         return all(piece.ndim == 1 and piece.dtype == self.dtype for piece in self.pieces)
 
-    def _places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+    def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return where each piece lies in `memory`, in its shape."""
         places = memory[: self.numel].split_with_sizes(self.sizes)
         if self._flat:
             return list(places)
@@ -171,11 +173,7 @@ class Fragment:
 
     def norm2(self) -> float:
         """Return the sum of all squares: infinite or not a number exactly if one of the values is, or is huge."""
-        views = [view for _, _, view in self._members]
-        if not views:
-            return 0.0
-        norms = torch._foreach_norm(views, 2, dtype=torch.float64)
-        return float(torch.stack([norm.cpu() for norm in norms]).square().sum())
+        return norm_squared(*(view for _, _, view in self._members))
 
     def first_not_finite(self) -> str | None:
         """Name the first position that holds a value which is not finite."""

@@ -28,7 +28,8 @@ class RoundReport:
         fragment: The fragment that was averaged, counted from 0.
         fragment_name: That fragment's name.
         bytes_sent: Bytes that this rank handed to the transport for this round, all stages and the header together.
-        encoded_bytes: Size of this rank's contribution as the codec wrote it, before any of it is cut or repeated.
+        encoded_bytes: Size of this rank's contribution as the codec wrote it, before any of it is cut or repeated. At a
+            level that is staged (reduced inside the inner groups first) it is this rank's part of its group's mean.
         raw_bytes: Size of the same contribution in the dtype in which it was packed; encoded_bytes / raw_bytes is what
             the codec saves.
         stall_s: Time for which the training loop stood still for this round: in launching and in landing it.
@@ -38,7 +39,7 @@ class RoundReport:
         drift: How far the workers had spread, sqrt(mean‖δ_i‖² − ‖mean δ‖²) / ‖mean‖; the same number on all ranks. None
             if it was not measured.
         codec: The codec's own description of itself.
-        codec_error: ‖decoded − δ‖ / ‖δ‖ of this rank's contribution; None if the codec is exact or it was not measured.
+        codec_error: ‖decoded − δ‖ / ‖δ‖ of the same contribution; None if the codec is exact or the difference 0.
         weights: The weight of each participant in the mean, in the order of `participants`.
         participants: The global ranks whose contributions the mean is made of, ascending.
         kind: What sort of event is reported: "round".

@@ -32,24 +32,20 @@ from cadenza.errors import (
     TransportError,
     UnsupportedTensorError,
 )
-from cadenza.exchange import Exchanged, Residual, Stage, exchange_mean, exchange_staged
+from cadenza.exchange import Exchanged, Residual, Stage, exchange_mean, exchange_staged, pipeline
 from cadenza.fragments import Bucket, Fragment
+from cadenza.norms import distance_squared
 from cadenza.transports import Lane, Transport, connect
 
 __all__ = [
     "Passage",
     "average",
-    "distance_squared",
     "fly",
     "mean_over",
-    "norm_squared",
     "open_round",
     "run_round",
     "shares",
 ]
-
-_PIECE = 1 << 20  # values; temporaries stay at some MiB
-_SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
 
 _NO_GRADIENT = (
     "There is nothing to average: none of the {} given parameters has a gradient. Averaging leaves out parameters "
@@ -66,6 +62,11 @@ class Passage:
     exchanged: Exchanged = field(default_factory=Exchanged)
     wire_s: float = 0.0
     spread2: float = 0.0
+
+    @property
+    def weightless(self) -> bool:
+        """Whether nobody had anything to add, as when all have run out of data; then all count alike."""
+        return not any(header.weight for header in self.headers)
 
 
 def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atomic: bool = False) -> None:
@@ -134,7 +135,9 @@ def fly(
     normalise: bool = False,
     origins: Sequence[torch.Tensor] | None = None,
 ) -> Passage:
-    """Replace flat values by their weighted mean over the members; nothing but them changes.
+    """Replace flat values by their weighted mean over the members; nothing but them and the residuals changes.
+
+    Residuals change in place, or, in an atomic round, only when they are committed.
 
     With `normalise`, contributions are differences over unequal numbers of steps, and are put on an equal footing. With
     `origins`, copies of the values as they were, the members' mean squared distance from the mean is measured.
@@ -151,6 +154,8 @@ def fly(
         try:
             for i, flat in enumerate(values):
                 residual = residuals[i] if residuals else None
+                if residual is not None:
+                    residual.begin(atomic=header.atomic)
                 if stage is None:
                     done = exchange_mean(flat, transport, codec, weights=passage.weights, residual=residual)
                 else:
@@ -217,25 +222,6 @@ def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> 
     return sum(weight * number for weight, number in zip(weights, numbers, strict=True))
 
 
-def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the squared distance of two flat tensors, without a temporary of their size."""
-    parts = zip(one.split(_PIECE), other.split(_PIECE), strict=True)
-    return sum(norm_squared(a - b) for a, b in parts)
-
-
-def norm_squared(values: torch.Tensor) -> float:
-    """Return the sum of squares of a flat tensor: short dot products in its own precision, added up in fp64.
-
-    >>> norm_squared(torch.tensor([3.0, 4.0]))
-    25.0
-    """
-    if not values.numel():
-        return 0.0
-    total = float(torch.stack([torch.dot(part, part) for part in values.split(_SHORT)]).sum(dtype=torch.float64))
-    # A square may overflow fp32 where the norm does not.
-    return total if math.isfinite(total) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
 class _Pipeline:
     """The buckets of a fragment on their way through the transport's lanes: pack and launch, combine, land."""
 
@@ -259,16 +245,16 @@ class _Pipeline:
         """Take every bucket through its stages; `land` gets its number and the mean of its values."""
         if self.scale != 1 and any(bucket.dtype.itemsize <= 2 for bucket in self.buckets):
             self._cut(widen=True)  # weights are not lost in 16 bits
-        count = len(self.buckets)
-        for tick in range(count + 2):
-            if tick < count:
-                self._pack(tick)
-                self._stations[tick].launch()
-            if 0 <= tick - 1 < count:
-                self._stations[tick - 1].combine()
-            if 0 <= tick - 2 < count:
-                land(tick - 2, self._stations[tick - 2].land())
-                self.landed += 1
+
+        def launch(number: int, lane: Lane) -> None:
+            self._pack(number)
+            lane.launch()
+
+        def finish(number: int, lane: Lane) -> None:
+            land(number, lane.land())
+            self.landed += 1
+
+        pipeline(self._stations, launch, lambda _, lane: lane.combine(), finish)
 
     def _cut(self, *, widen: bool) -> None:
         self.buckets = self._fragment.buckets(self._transport.capacity, widen=widen)

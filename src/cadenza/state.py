@@ -6,7 +6,7 @@
 | `shared/level/L/fragment/F/…` | anchors and outer state of a level at which all workers meet |
 | `worker/ID/meta` | counts, weights, rounds in flight: JSON of one worker; ID is its global rank |
 | `worker/ID/level/L/fragment/F/…` | residuals; anchors and outer state of a level of several groups |
-| `worker/ID/flight/F/…` | the result of a round in flight, which lands when it was due |
+| `worker/ID/flight/F/…` | the result of a round in flight, which lands when it was due, unless it is the anchor |
 
 Where a model is sharded, every shard has its own `shared/shard/S/…`. `shared/meta` and `worker/ID/meta` list the
 tensors that belong to them, so that a loss is found before anything is changed.
@@ -141,10 +141,6 @@ def collect(sync: Held) -> State:
         common.tracks[f"{number}/{fragment}"] = {"schedule": track.schedule_state, "rounds": track.rounds}
         common.add(where, dict(track.shared_state()))
         own.add(where, dict(track.worker_state()))
-        flight = sync._flights.get(fragment)
-        if flight is not None and flight.level == number:
-            for i, residual in enumerate(track.residuals or ()):
-                own.add(where, {f"next_residual/{i}": residual.next_own, f"next_share/{i}": residual.next_share})
     for fragment, flight in sync._flights.items():
         own.add(f"flight/{fragment}/value", {str(i): flat for i, flat in enumerate(flight.values)})
         own.add(f"flight/{fragment}/origin", {str(i): flat for i, flat in enumerate(flight.origins or ())})
@@ -212,12 +208,13 @@ def _told(flight: Flight, passage: Passage) -> dict[str, Any]:
         "fragment": flight.fragment,
         "step": flight.step,
         "land_at": flight.land_at,
-        "norm2": flight.norm2,
         "alpha": flight.alpha,
         "inner_lrs": flight.inner_lrs,
         "names": flight.layout.names,
         "samples": flight.samples,
         "stall_s": flight.stall_s,
+        "drift": flight.drift,
+        "values": bool(flight.values),
         "origins": flight.origins is not None,
         "headers": [header.pack().hex() for header in passage.headers],
         "weights": passage.weights,
@@ -374,10 +371,6 @@ class Restoration:
             if not self.kept[number] and not outermost:
                 continue  # it was the business of a group that is no more
             self.sync._flights[fragment] = self._flight(told)
-            where = f"level/{number}/fragment/{fragment}"
-            for i, residual in enumerate(self.sync._track(number, fragment).residuals or ()):
-                _take(residual.next_own, self._lost(number, where, f"next_residual/{i}"))
-                _take(residual.next_share, self._lost(number, where, f"next_share/{i}"))
 
     def _flight(self, told: Mapping[str, Any]) -> Flight:
         where, layout = f"flight/{told['fragment']}", self.layout(told["names"])
@@ -387,13 +380,13 @@ class Restoration:
             step=told["step"],
             land_at=told["land_at"],
             layout=layout,
-            norm2=told["norm2"],
-            values=_flats(self.mine.part(f"{where}/value"), layout),
+            values=_flats(self.mine.part(f"{where}/value"), layout) if told["values"] else (),
             origins=_flats(self.mine.part(f"{where}/origin"), layout) if told["origins"] else None,
             alpha=told["alpha"],
             inner_lrs=told["inner_lrs"],
             samples=told["samples"],
             stall_s=told["stall_s"],
+            drift=told["drift"],
         )
         flight.passage.set_result(
             Passage(
@@ -544,6 +537,8 @@ def _check_sizes(found: Restoration) -> None:
                     f"{_numel(here[name])} here. Nothing was changed."
                 )
     for told in found.mine.meta["flights"]:
+        if not told["values"]:
+            continue  # the anchors, which are the result, were compared above
         then = [flat.numel() for flat in found.mine.part(f"flight/{told['fragment']}/value").values()]
         sizes = [strip.numel for strip in found.layout(told["names"]).strips]
         if then != sizes:
@@ -565,13 +560,6 @@ def _numel(tensor: torch.Tensor) -> int:
 def _flats(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[torch.Tensor]:
     """Return copies of saved flat tensors, where a round has them."""
     return [tensors[str(i)].to(strip.device, copy=True) for i, strip in enumerate(layout.strips)]
-
-
-def _take(tensor: torch.Tensor, saved: torch.Tensor | None) -> None:
-    if saved is not None and saved.shape == tensor.shape:
-        tensor.copy_(saved)
-    else:
-        tensor.zero_()
 
 
 def _by_number(told: Mapping[str, _Number]) -> dict[int, _Number]:

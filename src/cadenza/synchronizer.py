@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,13 +28,13 @@ from cadenza.balance import Balance
 from cadenza.ddp import covers, fall_silent, widen
 from cadenza.door import check_door
 from cadenza.errors import CadenzaError
-from cadenza.flights import Flight
+from cadenza.flights import Flight, carry
 from cadenza.levels import LevelGroup, build_levels
 from cadenza.models import ModelView, named
 from cadenza.observers import Observer, notify
 from cadenza.process_groups import resolve
 from cadenza.reports import RoundReport
-from cadenza.rounds import Passage, distance_squared, fly, norm_squared, run_round
+from cadenza.rounds import Passage, run_round
 from cadenza.schedules import largest_due, staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
@@ -314,45 +316,28 @@ class Synchronizer:
     def _launch(self, number: int, fragment: int, layout: Layout, delay: int, alpha: float) -> Flight:
         level, track = self._levels[number], self._track(number, fragment)
         track.fit(layout, level.transport, level.stage)
-        values = layout.pack()
-        spread = self.strategy.measures_drift and not level.plan.anchored
-        late_mean = delay > 0 and level.plan.outer.plain
-        origins = [flat.clone() for flat in values] if late_mean or spread else None
-        if level.plan.anchored:
-            for anchor, flat in zip(track.anchors, values, strict=True):
-                torch.sub(anchor, flat, out=flat)
-        norm2 = sum(norm_squared(flat) for flat in values)
-        weight, problem = self._weight(number, fragment)
-        problem = problem or self._not_finite(layout, norm2)
         flight = Flight(
             number,
             fragment,
             step=self.clock,
             land_at=self.clock + delay,
             layout=layout,
-            norm2=norm2,
-            values=values,
-            origins=origins if late_mean else None,
+            values=layout.pack(),
             alpha=0.0 if level.plan.outer.plain else alpha,
             inner_lrs=self._view.inner_lrs(),
             samples=self._samples,
         )
-        header = self._header(layout, number, fragment, norm2, weight)
-
-        def go() -> Passage:
-            return fly(
-                values,
-                level.transport,
-                header,
-                level.plan.codec,
-                problem=problem,
-                describe=layout.fragment.describe,
-                residuals=track.residuals,
-                stage=level.stage,
-                normalise=self.strategy.balanced,
-                origins=origins if spread else None,
-            )
-
+        weight, problem = self._weight(number, fragment)
+        go = partial(
+            carry,
+            flight,
+            level,
+            track,
+            self._header(layout, number, fragment, weight),
+            problem=problem,
+            measure=self.strategy.measures_drift and not self.strategy.balanced,
+            normalise=self.strategy.balanced,
+        )
         if self._courier is not None and delay:
             flight.passage = self._courier.submit(go)
         else:
@@ -360,39 +345,17 @@ class Synchronizer:
             flight.passage.set_result(go())
         return flight
 
-    @torch.no_grad()
     def _land(self, flight: Flight) -> float | None:
         started = time.perf_counter()
         level, track = self._levels[flight.level], self._track(flight.level, flight.fragment)
         passage = flight.passage.result()
-        drift = self._drift(flight, passage, track)
-        if level.plan.anchored:
-            track.update(flight.values, flight.inner_lrs)
-            landed = track.anchors
-        else:
-            landed = flight.values
-        self._write(flight, landed)
+        landed = track.anchors if level.plan.anchored else flight.values
+        flight.write(landed)
         track.rounds += 1
         self._after_landing(flight, landed, passage)
         flight.stall_s += time.perf_counter() - started
-        self._report(flight, passage, drift)
-        return drift
-
-    def _write(self, flight: Flight, landed: Sequence[torch.Tensor]) -> None:
-        """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
-        layout = flight.layout
-        if flight.origins is not None:
-            now = layout.pack()
-            for flat, origin, value in zip(now, flight.origins, landed, strict=True):
-                flat.sub_(origin).add_(value)
-            layout.unpack(now)
-        elif flight.alpha:
-            now = layout.pack()
-            for flat, value in zip(now, landed, strict=True):
-                flat.lerp_(value, 1 - flight.alpha)
-            layout.unpack(now)
-        else:
-            layout.unpack(landed)
+        self._report(flight, passage)
+        return flight.drift
 
     def _average_now(self, number: int, fragment: int, layout: Layout) -> float | None:
         """Average the fragment in place, bucket by bucket: no copies, so only the lanes are extra memory."""
@@ -402,27 +365,26 @@ class Synchronizer:
         norm2 = layout.fragment.norm2()
         weight, problem = self._weight(number, fragment)
         problem = problem or self._not_finite(layout, norm2)
-        header = self._header(layout, number, fragment, norm2, weight)
+        header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
         spread = self.strategy.measures_drift
         with torch.no_grad():
             passage = run_round(layout.fragment, level.transport, header, problem=problem, spread=spread)
         track.rounds += 1
-        flight = Flight(number, fragment, step=self.clock, land_at=self.clock, layout=layout, norm2=norm2)
-        flight.samples = self._samples
-        self._after_landing(flight, None, passage)
-        drift = math.sqrt(passage.spread2 / max(layout.fragment.norm2(), 1e-300)) if spread else None
+        flight = Flight(number, fragment, self.clock, self.clock, layout, samples=self._samples)
+        self._after_landing(flight, layout, passage)
+        flight.drift = math.sqrt(passage.spread2 / max(layout.fragment.norm2(), 1e-300)) if spread else None
         flight.stall_s = time.perf_counter() - started
-        self._report(flight, passage, drift)
-        return drift
+        self._report(flight, passage)
+        return flight.drift
 
-    def _after_landing(self, flight: Flight, landed: Sequence[torch.Tensor] | None, passage: Passage) -> None:
+    def _after_landing(self, flight: Flight, landed: Layout | Sequence[torch.Tensor], passage: Passage) -> None:
         """Bring what depends on the parameters up to date: inner anchors, buffers, optimizer state, counts."""
         number, fragment, layout = flight.level, flight.fragment, flight.layout
         for inner in range(number):
             track = self._track(inner, fragment)
             if track.plan.anchored:
                 track.fit(layout, self._levels[inner].transport, self._levels[inner].stage)
-                track.set_anchor(layout.pack() if landed is None else landed)
+                track.set_anchor(landed)
         level = self._levels[number]
         if self.strategy.buffers and fragment == 0:
             level.average(self._view.float_buffers(), step=self._moment)
@@ -488,7 +450,7 @@ class Synchronizer:
             self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level])
         return self._tracks[level, fragment]
 
-    def _header(self, layout: Layout, level: int, fragment: int, norm2: float, weight: float) -> Header:
+    def _header(self, layout: Layout, level: int, fragment: int, weight: float) -> Header:
         digest = bytes(a ^ b for a, b in zip(layout.fragment.digest, struct.pack("<qq", level, fragment), strict=True))
         return Header(
             self._moment,
@@ -496,7 +458,6 @@ class Synchronizer:
             able=True,
             exhausted=self._exhausted,
             weight=weight,
-            norm2=norm2,
             speed=self._balance.speed(),
             steps=self._balance.steps,
         )
@@ -523,21 +484,9 @@ class Synchronizer:
         which = layout.fragment.first_not_finite() or "the difference from the anchor"
         return f"{which} is not finite (NaN or infinity) at step {self.clock}."
 
-    def _drift(self, flight: Flight, passage: Passage, track: Track) -> float | None:
-        """Return how far the workers had moved apart, relative to the size of the mean; the same on all ranks."""
-        if not self.strategy.measures_drift or self.strategy.balanced:
-            return None
-        if not track.plan.anchored:
-            size2 = sum(norm_squared(flat) for flat in flight.values)
-            return math.sqrt(passage.spread2 / max(size2, 1e-300))
-        mean2 = sum(w * header.norm2 for w, header in zip(passage.weights, passage.headers, strict=True))
-        of_mean2 = sum(norm_squared(flat) for flat in flight.values)
-        size2 = sum(distance_squared(a, flat) for a, flat in zip(track.anchors, flight.values, strict=True))
-        return math.sqrt(max(0.0, mean2 - of_mean2) / max(size2, 1e-300))
-
-    def _report(self, flight: Flight, passage: Passage, drift: float | None) -> None:
+    def _report(self, flight: Flight, passage: Passage) -> None:
         level = self._levels[flight.level]
-        done, exact = passage.exchanged, level.plan.codec.exact
+        done = passage.exchanged
         report = RoundReport(
             step=flight.step,
             level=flight.level,
@@ -550,9 +499,9 @@ class Synchronizer:
             stall_s=flight.stall_s,
             wire_s=passage.wire_s,
             delay=self.clock - flight.step,
-            drift=drift,
+            drift=flight.drift,
             codec=level.plan.codec.name,
-            codec_error=None if exact or not flight.norm2 else math.sqrt(done.error2 / flight.norm2),
+            codec_error=math.sqrt(done.error2 / done.norm2) if done.norm2 else None,
             weights=tuple(passage.weights),
             participants=tuple(level.transport.members),
         )

@@ -6,12 +6,14 @@ parameters of the fragment change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from cadenza.exchange import Residual, Stage, stage_part
 from cadenza.fragments import Bucket, Fragment
+from cadenza.norms import norm_squared
 from cadenza.schedules import Schedule
 from cadenza.strategy import LevelPlan
 from cadenza.transports import Transport
@@ -31,9 +33,9 @@ class Layout:
         self.strips, places = self.fragment.strips(home)
         self.places = {self.names[position]: place for position, place in places.items()}
 
-    def pack(self) -> list[torch.Tensor]:
-        """Return flat copies of the values."""
-        flats = [self._empty(strip) for strip in self.strips]
+    def pack(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
+        """Return flat copies of the values, in the memory that is given or in new one."""
+        flats = [self._empty(strip) for strip in self.strips] if flats is None else flats
         for strip, flat in zip(self.strips, flats, strict=True):
             strip.pack(flat)
         return flats
@@ -42,6 +44,11 @@ class Layout:
         """Write flat values into the parameters, in place."""
         for strip, flat in zip(self.strips, flats, strict=True):
             strip.unpack(flat)
+
+    def pieces(self, *flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield each parameter's own memory together with its part of each of the flat values."""
+        for i, strip in enumerate(self.strips):
+            yield from zip(strip.pieces, *(strip.places_in(values[i]) for values in flats), strict=True)
 
     def slices(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name and its part of the flat values."""
@@ -72,7 +79,7 @@ class Track:
         self._layout = layout
         if not self.plan.anchored or (known is not None and known.places == layout.places):
             return
-        anchors = layout.pack()
+        anchors = list(layout.pack())
         outer_states = [self.plan.outer.init(anchor) for anchor in anchors]
         if known is not None:
             self._carry_over(known, layout, anchors, outer_states)
@@ -96,12 +103,21 @@ class Track:
             n = int(before.pop("n"))
             self.schedule_state = self.schedule.after_round(n, before, drift)
 
-    def set_anchor(self, flats: Sequence[torch.Tensor]) -> None:
+    def set_anchor(self, landed: Layout | Sequence[torch.Tensor]) -> None:
         """Start anew from values on which a larger level has agreed; momentum is kept, residuals are forgotten."""
-        for anchor, flat in zip(self.anchors, flats, strict=True):
-            anchor.copy_(flat)
+        if isinstance(landed, Layout):
+            landed.pack(self.anchors)
+        else:
+            for anchor, flat in zip(self.anchors, landed, strict=True):
+                anchor.copy_(flat)
         for residual in self.residuals or ():
             residual.clear()
+
+    def take(self, deltas: Sequence[torch.Tensor]) -> None:
+        """Move the anchor to the mean itself, without an outer step: nobody had anything to add."""
+        for anchor, delta in zip(self.anchors, deltas, strict=True):
+            anchor.sub_(delta)
+        self._commit()
 
     def update(self, deltas: Sequence[torch.Tensor], inner_lrs: Mapping[str, float]) -> None:
         """Make the new anchor of the mean difference."""
@@ -116,8 +132,7 @@ class Track:
                     state = {key: value[where] if value.ndim else value for key, value in self.outer_states[i].items()}
                     lr = inner_lrs.get(name, 0.0)
                     self.plan.outer.update(anchor[where], delta[where], state, rounds=self.rounds, inner_lr=lr)
-        for residual in self.residuals or ():
-            residual.commit()
+        self._commit()
 
     def shared_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is the same on all members, by key: anchors and outer state."""
@@ -148,6 +163,10 @@ class Track:
             else:
                 tensor.zero_()
 
+    def _commit(self) -> None:
+        for residual in self.residuals or ():
+            residual.commit()
+
     def _named(self, kind: str, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         if self._layout is not None and flats:
             for name, part in self._layout.slices(flats):
@@ -176,7 +195,7 @@ class Track:
 def _clip(deltas: Sequence[torch.Tensor], limit: float | None) -> None:
     if limit is None:
         return
-    norm = torch.stack([torch.linalg.vector_norm(delta, dtype=torch.float64).cpu() for delta in deltas]).norm()
+    norm = math.sqrt(norm_squared(*deltas))
     if norm > limit:
         for delta in deltas:
-            delta.mul_(float(limit / norm))
+            delta.mul_(limit / norm)

@@ -172,6 +172,7 @@ def residuals_before_and_after(name: str) -> Any:
         for _ in range(2):  # a round that was not committed is sent again, and is the same
             own, share = residual.own.clone(), residual.share.clone()
             values = contribution(dist.get_rank(), 500, turn)
+            residual.begin(atomic=True)
             exchange_mean(values, transport, codec, weights=weights_of(False), residual=residual)
             assert torch.equal(residual.own, own)
             assert torch.equal(residual.share, share)
@@ -185,10 +186,32 @@ def residuals_before_and_after(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
-def test_residuals_change_only_on_commit(ranks: RankPool, name: str) -> None:
+def test_residuals_of_an_atomic_exchange_change_only_on_commit(ranks: RankPool, name: str) -> None:
     for results in ranks.run(3, residuals_before_and_after, name):
         assert same_bits(results[0], results[1])
         assert same_bits(results[2], results[3])
+
+
+def residuals_in_place_and_atomic(name: str) -> None:
+    codec, transport = CODECS[name], world()
+    found = []
+    for atomic in (False, True):
+        residual = Residual.zeros(contribution(dist.get_rank(), 500), transport, codec)
+        memory = residual.own.data_ptr(), residual.share.data_ptr()
+        for turn in range(2):
+            residual.begin(atomic=atomic)
+            values = contribution(dist.get_rank(), 500, turn)
+            exchange_mean(values, transport, codec, weights=weights_of(False), residual=residual)
+            residual.commit()
+        assert atomic or memory == (residual.own.data_ptr(), residual.share.data_ptr())
+        found.append((values, residual.own, residual.share))
+    for in_place, copied in zip(*found, strict=True):
+        assert same_bits(in_place, copied)
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_residuals_need_no_second_copy_and_come_out_the_same(ranks: RankPool, name: str) -> None:
+    ranks.run(3, residuals_in_place_and_atomic, name)
 
 
 def sum_of_many(name: str) -> tuple[float, float]:
@@ -286,9 +309,10 @@ def staged(name: str, numel: int) -> torch.Tensor:
     else:
         error = (values - exact).norm() / exact.norm()
         assert error < {"int8": 0.02, "int8 with feedback": 0.02, "e3m0": 0.5}.get(name, 1.0)
-    assert done.raw_bytes == 4 * numel
     # Across goes half of the values, each way; inside, half goes to the other and half comes back.
-    assert done.encoded_bytes < 0.8 * codec.encoded_bytes(max(numel, 2000))
+    assert done.raw_bytes == 4 * part.numel()
+    assert done.encoded_bytes < 1.2 * codec.encoded_bytes(max(part.numel(), 2000))
+    assert done.error2 <= done.norm2 <= 1.1 * float(contribution(rank, numel).square().sum())
     return values
 
 

@@ -1,0 +1,52 @@
+"""Squared norms in short pieces: accurate in any precision, and without temporaries of a tensor's size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+
+__all__ = ["distance_squared", "norm_squared"]
+
+_PIECE = 1 << 20  # values; temporaries stay at some MiB
+_SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
+
+
+def norm_squared(*tensors: torch.Tensor) -> float:
+    """Return the sum of all squares: infinite or not a number exactly if one of the values is, or is huge.
+
+    Short dot products, in fp32 or better, are added up in fp64.
+
+    >>> norm_squared(torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16))
+    25.0
+    """
+    total = _sum(torch.dot(part, part) for part in _parts(tensors))
+    if math.isfinite(total):
+        return total
+    # A square may overflow fp32 where the norm does not.
+    return _sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in _parts(tensors))
+
+
+def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the squared distance of two flat tensors.
+
+    >>> distance_squared(torch.tensor([1.0, 1.0]), torch.tensor([4.0, 5.0]))
+    25.0
+    """
+    parts = zip(one.split(_PIECE), other.split(_PIECE), strict=True)
+    return sum(norm_squared(a - b) for a, b in parts)
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
+        for part in (flat,) if flat.numel() <= _SHORT else flat.split(_SHORT):
+            yield part.to(torch.float32) if part.dtype.itemsize <= 2 else part
+
+
+def _sum(numbers: Iterator[torch.Tensor]) -> float:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for number in numbers:
+        by_kind.setdefault((number.device, number.dtype), []).append(number)
+    return sum(float(torch.stack(found).sum(dtype=torch.float64)) for found in by_kind.values())
