@@ -1,0 +1,226 @@
+"""How the doctor's ranks find each other and talk: notes in torch's key-value store, before any process group exists.
+
+Rank 0 gives orders and collects answers; the others wait for orders. Everything has a time-out, so a rank that never
+comes, or goes away, is named and does not leave the others hanging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from cadenza.cli.doctor.network import answers, is_loopback
+from cadenza.errors import TransportError, UsageError
+
+__all__ = ["Conductor", "Place", "muted", "open_store", "reaching", "serve"]
+
+Order = Mapping[str, Any]
+Perform = Callable[[Order], Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks, as the launcher tells it.
+
+    Attributes:
+        rank: This rank.
+        ranks: How many there are.
+        local_rank: Its number on its host.
+        master: MASTER_ADDR.
+        port: MASTER_PORT.
+        agent: Whether the launcher runs the store; else rank 0 does.
+        attempt: Counts the launcher's restarts, whose notes must not be mixed up.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    master: str
+    port: int
+    agent: bool
+    attempt: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Place | None:
+        """Return the place that torchrun's variables describe, or None if this process is alone.
+
+        >>> Place.from_environment({"HOME": "/root"})
+        """
+        given = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
+        if not given:
+            return None
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in needed if name not in environment]:
+            raise UsageError(
+                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, but not {', '.join(missing)}. Start "
+                "with torchrun, which sets all of them, or unset them to look at this machine alone."
+            )
+        rank, ranks, port = (_whole(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if not rank < ranks or not 0 < port < 65536:
+            raise UsageError(
+                f"RANK is below WORLD_SIZE and MASTER_PORT between 1 and 65535; got RANK={rank}, WORLD_SIZE={ranks}, "
+                f"MASTER_PORT={port}."
+            )
+        return cls(
+            rank=rank,
+            ranks=ranks,
+            local_rank=_whole(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else 0,
+            master=environment["MASTER_ADDR"],
+            port=port,
+            agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+
+def _whole(environment: Mapping[str, str], name: str) -> int:
+    if not environment[name].strip().isdecimal():
+        raise UsageError(f"{name} is a whole number; got {environment[name]!r}.")
+    return int(environment[name])
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[IO[str]]:
+    """Keep what torch's C++ parts write about failures off the screen; the report says it in words.
+
+    Yields what standard error was, for progress.
+    """
+    sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w") as before, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield before
+        finally:
+            before.flush()
+            os.dup2(before.fileno(), 2)
+
+
+def open_store(place: Place, timeout_s: float) -> dist.Store:
+    """Return the store that all ranks share.
+
+    Raises:
+        TransportError: It cannot be opened or reached in time; says what to look at.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    hosting = place.rank == 0 and not place.agent
+    if not hosting:
+        _wait_for_store(place, timeout_s)
+    try:
+        # The one who hosts it needs no way through the network to it; whether others have one is looked at later.
+        address = "127.0.0.1" if hosting else place.master
+        store = dist.TCPStore(address, place.port, is_master=hosting, wait_for_workers=False, timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if hosting:
+            raise TransportError(
+                f"Rank 0 cannot open its store at MASTER_PORT={place.port}: {_first_line(error)}. If the port is in "
+                "use, give another one to all ranks (MASTER_PORT, or torchrun --master-port)."
+            ) from error
+        raise TransportError(
+            f"Rank {place.rank} reached {place.master}:{place.port}, but no store of torch answers there: "
+            f"{_first_line(error)}. Is another program using MASTER_PORT?"
+        ) from error
+    return dist.PrefixStore(f"cadenza doctor {place.attempt}", store)
+
+
+def _wait_for_store(place: Place, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (trouble := answers(place.master, place.port, timeout_s=min(3, timeout_s))) is not None:
+        if time.monotonic() > deadline:
+            raise TransportError(
+                f"Rank {place.rank} cannot reach rank 0's store at MASTER_ADDR={place.master}, "
+                f"MASTER_PORT={place.port} ({trouble}, tried for {timeout_s:g} s). If rank 0 is running: "
+                f"{reaching(place.master, place.port)}."
+            )
+        time.sleep(0.2)
+
+
+def reaching(master: str, port: int) -> str:
+    """Return what to look at if a rank does not find the others."""
+    if master == "localhost" or is_loopback(master):
+        return (
+            f"MASTER_ADDR={master} means each host itself, so ranks of other hosts cannot find it; give an address of "
+            "rank 0's host instead (MASTER_ADDR, or torchrun's --rdzv-endpoint)"
+        )
+    return f"see from each host whether {master}:{port} can be reached; a firewall or another network may be in the way"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+class Conductor:
+    """Rank 0's side: it gives orders, does its own part, and collects answers."""
+
+    def __init__(self, store: dist.Store, place: Place, perform: Perform) -> None:
+        self._store = store
+        self._place = place
+        self._perform = perform
+        self._given = dict.fromkeys(range(place.ranks), 0)
+
+    def roll_call(self, card: Any, timeout_s: float) -> dict[int, Any]:
+        """Return the cards of the ranks that are there in time."""
+        others = {rank: f"card/{rank}" for rank in range(1, self._place.ranks)}
+        return {0: card, **self._collect(others, timeout_s)}
+
+    def order(self, orders: Mapping[int, Order], timeout_s: float) -> dict[int, Any]:
+        """Give every named rank its order; return the answers of those that answered in time."""
+        keys = {}
+        for rank, order in orders.items():
+            if rank:
+                self._store.set(f"order/{rank}/{self._given[rank]}", json.dumps(order))
+                keys[rank] = f"answer/{rank}/{self._given[rank]}"
+                self._given[rank] += 1
+        answers = {0: _performed(self._perform, orders[0])} if 0 in orders else {}
+        return answers | self._collect(keys, timeout_s)
+
+    def _collect(self, keys: Mapping[int, str], timeout_s: float) -> dict[int, Any]:
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, Any] = {}
+        while len(found) < len(keys):
+            for rank in keys.keys() - found.keys():
+                if self._store.check([keys[rank]]):
+                    found[rank] = json.loads(self._store.get(keys[rank]))
+            if time.monotonic() > deadline:
+                break
+            if len(found) < len(keys):
+                time.sleep(0.005)
+        return dict(sorted(found.items()))
+
+
+def serve(store: dist.Store, place: Place, card: Any, perform: Perform, timeout_s: float) -> int:
+    """Do what rank 0 orders until it says how all are to exit, and return that.
+
+    Raises:
+        TransportError: Rank 0 has fallen silent.
+    """
+    number = 0
+    try:
+        store.set(f"card/{place.rank}", json.dumps(card))
+        while True:
+            store.wait([f"order/{place.rank}/{number}"], timedelta(seconds=timeout_s))
+            order = json.loads(store.get(f"order/{place.rank}/{number}"))
+            answer = _performed(perform, order)
+            store.set(f"answer/{place.rank}/{number}", json.dumps(answer))
+            number += 1
+            if "exit" in order:
+                return int(order["exit"])
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise TransportError(
+            f"Rank {place.rank} has heard nothing from rank 0 any more ({_first_line(error)}). See what rank 0 wrote."
+        ) from error
+
+
+def _performed(perform: Perform, order: Order) -> Any:
+    """Return what came of an order, or the failure that it ended in, which is for rank 0 to judge."""
+    try:
+        return perform(order)
+    except (RuntimeError, OSError) as error:
+        return {"failed": _first_line(error)}
