@@ -93,8 +93,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth telling: `level` is "info", "warning" or "error"."""
+    """Something worth telling: `kind` is that of its line, `level` is "info", "warning" or "error"."""
 
+    kind: str
     time: float
     seconds: float
     step: int
@@ -283,13 +284,15 @@ class RunData:
     @cached_property
     def events(self) -> list[Event]:
         """Return what happened, in order; what several workers wrote alike is told once."""
-        events: dict[tuple[str, int, str], Event] = {}
+        events: dict[tuple[str, int], Event] = {}
         for worker in self.workers:
             for line in [*worker.starts, *worker.others]:
                 event = _event(worker.number, line)
                 if event is not None:
-                    events.setdefault((event.text, event.step, event.level), event)
-        return sorted(events.values(), key=lambda event: (event.time, event.worker))
+                    events.setdefault((event.text, event.step), event)
+        told = {event.step for event in events.values() if event.text.startswith("Interrupted:")}
+        kept = [event for event in events.values() if event.text != "Interrupted" or event.step not in told]
+        return sorted(kept, key=lambda event: (event.time, event.worker))
 
     def reaching(self, loss: float) -> tuple[int, float, int] | None:
         """Return step, seconds and bytes at the first evaluation that came down to a loss, or None."""
@@ -333,13 +336,13 @@ def _event(worker: int, line: Line) -> Event | None:
     if kind == "start":
         if not line.get("resumed"):
             return None
-        text = f"resumed at step {step:,}"
+        text = "Resumed"
     elif kind == "end":
         if line["status"] == "finished":
             return None
         level = "error" if line["status"] == "failed" else "warning"
-        text = f"{line['status']} at step {step:,}" + (f": {line['error']}" if line.get("error") else "")
-    return Event(_number(line.get("time"), 0.0), _number(line.get("elapsed"), 0.0), step, worker, level, text)
+        text = str(line["status"]).capitalize() + (f": {line['error']}" if line.get("error") else "")
+    return Event(kind, _number(line.get("time"), 0.0), _number(line.get("elapsed"), 0.0), step, worker, level, text)
 
 
 def _level(rounds: Sequence[Round]) -> LevelFigures:

@@ -121,7 +121,7 @@ def _marks(runs: Sequence[RunData], by: str, divisor: float) -> Figure:
     """Return vertical lines where a run was resumed; of several runs they would only clutter."""
     if len(runs) != 1 or by == "bytes_sent":
         return {}
-    resumed = [event for event in runs[0].events if event.text.startswith("resumed")][:8]
+    resumed = [event for event in runs[0].events if event.kind == "start"][:8]
     places = [(event.step if by == "steps" else event.seconds / divisor) for event in resumed]
     line = {"color": "var(--muted)", "width": 1, "dash": "dash"}
     place = {"yref": "paper", "y": 1, "yanchor": "top", "xanchor": "left"}

@@ -126,12 +126,13 @@ def _whole(workers: Sequence[WorkerData], acts: Sequence[Activity]) -> View:
     x = [end / divisor * number / bins for number in range(bins + 1)]
     traces = []
     for row, of_worker in enumerate(shares):
+        worker = workers[row].number
         for (name, label), values in zip(_STATES, of_worker, strict=True):
             traces.append(
                 {"type": "scatter", "mode": "lines", "x": rounded(x), "y": rounded([*values, values[-1]], 3),
                  "stackgroup": f"worker {row}", "fillcolor": f"var(--{name})", "yaxis": f"y{row + 1}",
                  "line": {"width": 0, "shape": "hv"}, "hoveron": "points",
-                 "hovertemplate": f"worker {workers[row].number}, %{{x:.4~g}} {unit}<br>{label}: %{{y:.1%}}<extra></extra>"}
+                 "hovertemplate": f"worker {worker}, %{{x:.4~g}} {unit}<br>{label}: %{{y:.1%}}<extra></extra>"}
             )  # fmt: skip
     ticks = {"range": [0, top], "tickvals": [0, top], "ticktext": ["0", f"{top:.0%}"]}
     note = (
