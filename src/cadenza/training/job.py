@@ -17,7 +17,7 @@ from cadenza.checkpoint.loop import collect_loop
 from cadenza.errors import UsageError
 from cadenza.observers import Observer
 from cadenza.training.config import Config
-from cadenza.training.data import BatchStream
+from cadenza.training.data import BatchStream, to_device
 from cadenza.training.randomness import seed_everything, seed_of
 from cadenza.training.task import Task, check_task, load_build
 
@@ -65,6 +65,8 @@ class Job:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Go on from a checkpoint; return the `extra` that was saved with it."""
+        if self.is_ddp:
+            self._rehearse()
         # Worker 0 has read all of it when it chose this one.
         extra = checkpoint.load(folder, **self._parts(), verify="own") or {}
         then, now = extra.get("schedulers", []), self.task.schedulers
@@ -77,6 +79,15 @@ class Job:
             scheduler.load_state_dict(state)
         self.stream.load_state_dict(extra["data"], own=extra["place"] == [self.worker, self.workers])
         return extra
+
+    def _rehearse(self) -> None:
+        """Let DDP arrange its buckets, as it does after its first backward pass: sums depend on the arrangement.
+
+        Whatever this changes, the checkpoint that is loaded next sets right.
+        """
+        batch = next(iter(self.task.batches(self.worker, self.workers)))
+        self.model.train()
+        self.task.loss(self.model, to_device(batch, self.device)).backward()
 
     def _build_task(self) -> Task:
         """Build the task: the same model on every worker, then random numbers of its own."""
