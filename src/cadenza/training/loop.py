@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,18 @@ def run_worker(folder: str | Path) -> str:
     run = open_run(folder)
     config = run.config()
     torch.set_num_threads(config.launch.threads)
-    with process_group(config):
+    with process_group(config), ExitStack() as leaving:
         worker = dist.get_rank()
         store = dist.PrefixStore("cadenza/train", store_of(resolve(None)))
         recorder = Recorder(MetricsWriter(run.metrics_of(worker)), recent=config.steps // 20)
+        leaving.callback(recorder.close)
         try:
-            return _Loop(run, Job(config, recorder.observe_round), recorder, store).train()
+            job = Job(config, recorder.observe_round)
+            leaving.callback(job.sync.close)
+            return _Loop(run, job, recorder, store).train()
         except BaseException as error:
             _write_failure(run, recorder, _first_failure(store, worker, error), worker)
             raise
-        finally:
-            recorder.close()
 
 
 @contextmanager
