@@ -73,6 +73,9 @@ def test_an_interrupted_run_ends_as_one_that_was_not(ranks: RankPool, tmp_path: 
     for worker in (0, 1):
         assert [line["step"] for line in metrics.of("step", worker)] == list(range(1, STEPS + 1))
         assert [line["resumed"] for line in metrics.of("start", worker)] == [False, True]
+        if name == "ddp":
+            gradients = metrics.start(worker)["gradient_bytes"]
+            assert metrics.of("step", worker)[-1]["bytes_sent"] == STEPS * gradients > 0
         rounds = [(line["step"], line["fragment"]) for line in metrics.of("round", worker)]
         assert rounds == [
             (line["step"], line["fragment"]) for line in runs.read_metrics(whole.folder).of("round", worker)
