@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from cadenza.errors import CadenzaError
 
@@ -171,6 +171,20 @@ class Network:
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
+    def start(
+        self, rank: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a command as one rank, on the host of that number, and return its process.
+
+        Args:
+            rank: The rank, and the number of its host.
+            argv: The command.
+            env: Environment variables, beside this process's own.
+            options: More arguments of `subprocess.Popen`, such as stdout.
+        """
+        environment = {**os.environ, "PATH": _PATH, **(env or {}), **self.environment(rank)}
+        return subprocess.Popen(self.hosts[rank].command(argv), env=environment, **options)
+
     def run(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> list[str]:
@@ -189,10 +203,9 @@ class Network:
             files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * len(self.hosts))]
             ranks: list[subprocess.Popen[str]] = []
             stack.callback(_end, ranks)
-            for rank, host in enumerate(self.hosts):
-                environment = {**os.environ, "PATH": _PATH, **(env or {}), **self.environment(rank)}
+            for rank in range(len(self.hosts)):
                 out, err = files[2 * rank], files[2 * rank + 1]
-                ranks.append(subprocess.Popen(host.command(argv), env=environment, stdout=out, stderr=err, text=True))
+                ranks.append(self.start(rank, argv, env=env, stdout=out, stderr=err, text=True))
             while None in (codes := [process.poll() for process in ranks]) and not any(codes):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{argv[0]} did not end within {timeout_s:g} s on all hosts.")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from cadenza.cli.leash import follow_parent
 from cadenza.errors import CadenzaError, UsageError
 from cadenza.process_groups import resolve, store_of
 from cadenza.training.config import Config, read_config
@@ -76,6 +77,7 @@ def _make(config: Config, folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    follow_parent()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

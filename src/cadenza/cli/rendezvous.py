@@ -1,0 +1,165 @@
+"""Where the nodes of a run meet: torchrun's words, and what can be known before anything is started.
+
+torch finds out from host names which node listens at the endpoint and under which address the others reach worker 0.
+Machines with several networks, containers and namespaces have names that lead elsewhere; so both are asked of the
+kernel here: an address is this node's if it can be bound, and the address of this node is the one that leads there. Its
+interface is the one that Gloo is told to use.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from cadenza.errors import UsageError
+from cadenza.training.config import LaunchSettings
+
+__all__ = ["Meeting", "arrange", "node_range"]
+
+_DEFAULT_PORT = 29400  # torch's
+_ANSWER_S = 12.0  # most of it for importing torch on a busy machine
+_ELSEWHERE = "192.0.2.1"  # an address of no machine
+_ASK = "import sys, torch.distributed as d; d.TCPStore(sys.argv[1], int(sys.argv[2]), wait_for_workers=False)"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What torch's launcher wants to know about a rendezvous, and whether this node speaks for all."""
+
+    backend: str
+    endpoint: str
+    name: str
+    configs: dict[str, Any]
+    local_addr: str | None
+    interface: str | None
+    leads: bool
+
+
+def node_range(nnodes: str) -> tuple[int, int]:
+    """Return the smallest and the largest number of nodes.
+
+    >>> node_range("2"), node_range("1:4")
+    ((2, 2), (1, 4))
+    """
+    least, _, most = nnodes.partition(":")
+    found = int(least), int(most or least)
+    if not 1 <= found[0] <= found[1]:
+        raise UsageError(f'--nnodes "{nnodes}": a number of at least 1 is required, or a range such as 2:4.')
+    return found
+
+
+def arrange(launch: LaunchSettings, *, name: str) -> Meeting:
+    """Return how this node meets the others; raise if the endpoint cannot be used.
+
+    Args:
+        launch: The settings.
+        name: The job's name if the settings have none.
+
+    >>> arrange(LaunchSettings(), name="first").endpoint
+    'localhost:0'
+    """
+    _, nodes = node_range(launch.nnodes)
+    if not launch.rdzv_endpoint:
+        if nodes > 1:
+            raise UsageError(
+                f"{launch.nnodes} nodes need a place to meet: give all of them the same --rdzv-endpoint HOST:PORT, "
+                f"where HOST is one of them and PORT is free there, such as {_DEFAULT_PORT}."
+            )
+        here = "127.0.0.1"  # as torchrun --standalone
+        return Meeting("c10d", "localhost:0", uuid.uuid4().hex, {}, here, _interface_of(here), leads=True)
+    job = launch.rdzv_id or name
+    if launch.rdzv_backend != "c10d":
+        configs = {"rank": launch.node_rank} if launch.rdzv_backend == "static" else {}
+        return Meeting(launch.rdzv_backend, launch.rdzv_endpoint, job, configs, None, None, leads=launch.node_rank == 0)
+    host, port = _parsed(launch.rdzv_endpoint)
+    address = _resolved(host, launch.rdzv_endpoint)
+    if not _is_here(address):
+        own = _route_to(address)
+        if own is None:
+            raise UsageError(f"--rdzv-endpoint {launch.rdzv_endpoint}: there is no way from here to {address}.")
+        return Meeting("c10d", f"{host}:{port}", job, {"is_host": False}, own, _interface_of(own), leads=False)
+    listens = not _is_taken(address, port)
+    if not listens and (nodes == 1 or not _answers(host, port)):
+        raise UsageError(
+            f"Port {port} of {host} is in use by another program (--rdzv-endpoint {launch.rdzv_endpoint}): give all "
+            "nodes another one, or end that program."
+        )
+    # Where the port is taken by a node of the same run on this machine, this one is its guest. A name may lead to the
+    # loopback on its own machine, and to the network elsewhere.
+    outward = _route_to(_ELSEWHERE) if nodes > 1 and ipaddress.ip_address(address).is_loopback else address
+    return Meeting("c10d", f"{host}:{port}", job, {"is_host": listens}, host, _interface_of(outward), leads=listens)
+
+
+def _parsed(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, ":", str(_DEFAULT_PORT))
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f'--rdzv-endpoint "{endpoint}": HOST:PORT is required, such as 10.0.0.1:{_DEFAULT_PORT}.')
+    return host.strip("[]"), int(port)
+
+
+def _resolved(host: str, endpoint: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UsageError(f"--rdzv-endpoint {endpoint}: the host {host} is not known here ({error.strerror}).") from None
+
+
+def _socket(address: str, kind: socket.SocketKind) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+
+
+def _is_here(address: str) -> bool:
+    with _socket(address, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_taken(address: str, port: int) -> bool:
+    with _socket(address, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address, port))
+            trial.listen(1)
+        except OSError:
+            return True
+    return False
+
+
+def _answers(host: str, port: int) -> bool:
+    """Say whether what listens there is a store of torch's, as another node of a run on this machine has.
+
+    A process asks, because no timeout of torch's ends the wait for a program that listens and says nothing.
+    """
+    asking = [sys.executable, "-c", _ASK, host, str(port)]
+    try:
+        return subprocess.run(asking, capture_output=True, timeout=_ANSWER_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _route_to(address: str) -> str | None:
+    """Return the address of this node on the way there, None if there is no way; nothing is sent."""
+    with _socket(address, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect((address, 1))
+        except OSError:
+            return None
+        return str(way.getsockname()[0])
+
+
+def _interface_of(address: str | None) -> str | None:
+    """Return the name of the interface with this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return str(name)
+    return None

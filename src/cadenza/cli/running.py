@@ -1,0 +1,112 @@
+"""One run from its folder to its end: on this node, or over an emulated link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from cadenza import emulation
+from cadenza.cli.display import Display, LiveDisplay, PlainDisplay
+from cadenza.cli.following import Follower
+from cadenza.cli.launching import ElasticWorkers, LinkedWorkers, Workers, log_folder
+from cadenza.cli.rendezvous import node_range
+from cadenza.cli.watching import watch
+from cadenza.emulation import Network
+from cadenza.errors import UsageError
+from cadenza.training.config import Config
+from cadenza.training.runs import Run, create, open_run
+
+__all__ = ["carry_out", "emulated", "make_run"]
+
+_OTHERS_S = 10.0  # for another node to finish making the folder that all share
+
+
+def make_run(folder: Path, config: Config) -> Run:
+    """Make the folder of a run; with several nodes, the one that comes first makes it for all that share it."""
+    config = config.with_(**{"launch.node_rank": 0})  # which is each node's own, and no part of the run
+    try:
+        return create(folder, config)
+    except UsageError:
+        if node_range(config.launch.nnodes)[1] == 1:
+            raise
+        return _joined(folder, config)
+
+
+def _joined(folder: Path, config: Config) -> Run:
+    """Return the run that another node has just made."""
+    deadline = time.monotonic() + _OTHERS_S
+    while not Run(folder).config_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run = open_run(folder)
+    if any(run.metrics.glob("*.jsonl")):
+        raise UsageError(
+            f"{folder} holds a run that has begun already: go on with it by --resume {folder} on all nodes, or give "
+            "all of them another --run."
+        )
+    if _shared(run.config()) != _shared(config):
+        raise UsageError(
+            f"{folder} was made by another node with another configuration: give all nodes the same flags and file."
+        )
+    return run
+
+
+def _shared(config: Config) -> str:
+    """Return what must be the same on all nodes."""
+    return config.model_copy(update={"launch": Config().launch}).to_toml()
+
+
+@contextmanager
+def emulated(rate: str, config: Config) -> Iterator[Network]:
+    """Make a network with a host for each worker, or say why there can be none."""
+    if config.launch.nnodes != "1":
+        raise UsageError("--link puts every worker on a host of an emulated network; it goes with one node only.")
+    if (reason := emulation.available()) is not None:
+        raise UsageError(f"--link {rate}: {reason}")
+    try:
+        network = Network(config.launch.workers, rate=rate)
+    except ValueError as error:
+        raise UsageError(f"--link {rate}: {error}") from None
+    with network:
+        yield network
+
+
+def carry_out(run: Run, config: Config, console: Console, *, plain: bool, network: Network | None = None) -> bool:
+    """Start the workers of a run, show how far they are, and return when they have finished.
+
+    Returns:
+        Whether this node is the one that tells what came of it.
+
+    Raises:
+        What `watch` raises.
+    """
+    logs = log_folder(run.folder)
+    follower = Follower(run.metrics, from_now=True)
+    if network is None:
+        workers: Workers = ElasticWorkers(run.folder, config.launch, logs)
+        sent = []
+    else:
+        sent = [host.bytes_sent() for host in network.hosts]
+        workers = LinkedWorkers(run.folder, config.launch, logs, network)
+    title = _title(run, config, network)
+    live = console.is_terminal and not plain and workers.leads
+    display: Display = LiveDisplay(console, title) if live else PlainDisplay(console, title)
+    with display:
+        watch(workers, follower, display, folder=run.folder, logs=logs)
+    if network is not None:
+        left = [host.bytes_sent() - before for host, before in zip(network.hosts, sent, strict=True)]
+        run.write_environment({**run.environment(), "link": {"rate": network.rate, "interface_bytes": left}})
+    return workers.leads
+
+
+def _title(run: Run, config: Config, network: Network | None) -> str:
+    strategy, launch = config.strategy, config.launch
+    parts = [" ".join(["cadenza train", strategy.name, strategy.codec]).strip()]
+    nodes = "" if launch.nnodes == "1" else f" on each of {launch.nnodes} nodes"
+    parts.append(f"{launch.workers} workers{nodes}")
+    if network is not None:
+        parts.append(f"{network.rate} links")
+    return " · ".join([*parts, str(run.folder)])
