@@ -57,7 +57,7 @@ MEMORY: dict[str, Callable[[], cadenza.Strategy]] = {
     **{f"diloco {name}": lambda codec=codec: cadenza.diloco(1, codec=codec()) for name, codec in CODECS.items()},
     "diloco fp32, delay": lambda: cadenza.diloco(2, delay=1),
     "diloco int8, delay": lambda: cadenza.diloco(2, delay=1, codec=codecs.int8()),
-    "diloco int8, by bytes": lambda: cadenza.diloco(10, codec=codecs.int8(), fragments=cadenza.by_bytes(10_000_000)),
+    "diloco int8, by bytes": lambda: cadenza.diloco(16, codec=codecs.int8(), fragments=cadenza.by_bytes(10_000_000)),
 }
 
 
