@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch.distributed as dist
 
@@ -33,7 +34,9 @@ def check_door(group: dist.ProcessGroup, *, terms: str, model: Sequence[str]) ->
         return
     texts = {other: json.loads(bytes(store.get(f"{key}/text/{other}"))) for other in ranks}
     if len({text[0] for text in texts.values()}) > 1:
-        stances = {other: Stance(0, None, [text[0]]) for other, text in texts.items()}
+        parts = {other: text[0].split("; ") for other, text in texts.items()}
+        first = next(i for i, row in enumerate(zip_longest(*parts.values())) if len(set(row)) > 1)
+        stances = {other: Stance(0, None, part[first : first + 1] or ["no more"]) for other, part in parts.items()}
     else:
         stances = {other: Stance(0, None, text[1]) for other, text in texts.items()}
     told = disagreement(stances, what="what to train", mend="Give every rank the same model, strategy and version")

@@ -88,7 +88,7 @@ def diloco(
 
 
 def streaming_diloco(
-    period: int = 100,
+    period: int | Schedule = 100,
     *,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
@@ -103,7 +103,8 @@ def streaming_diloco(
     >>> streaming_diloco(delay=3).delay
     3
     """
-    plan = LevelPlan(every(period), codec=codec or e3m0(), outer=nesterov(lr=outer_lr, momentum=outer_momentum))
+    outer = nesterov(lr=outer_lr, momentum=outer_momentum)
+    plan = LevelPlan(as_schedule(period), codec=codec or e3m0(), outer=outer)
     return Strategy(levels=(plan,), fragments=by_layers(layers), delay=delay, alpha=alpha, **options)
 
 

@@ -95,7 +95,8 @@ def run_round(
     number = transport.next_round()
     if len(transport.members) == 1:
         _check_content(fragment)
-        return Passage([header], [1.0])
+        size = _bytes(fragment.buckets(transport.capacity))
+        return Passage([header], [1.0], Exchanged(0, size, size))
     started = time.perf_counter()
     work = _Pipeline(fragment, transport)
     with _abandoning(transport):
@@ -115,7 +116,7 @@ def run_round(
         else:
             spread2 = _land_one_by_one(work, header.step, spread)
             passage.spread2 = mean_over(transport, spread2, passage.weights) if spread else 0.0
-    size = sum(bucket.numel * bucket.dtype.itemsize for bucket in work.buckets)
+    size = _bytes(work.buckets)
     passage.exchanged = Exchanged(2 * (len(headers) - 1) * size // len(headers), size, size)
     passage.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
     passage.wire_s = time.perf_counter() - started
@@ -269,6 +270,10 @@ class _Pipeline:
             self._packed += 1
         if self.scale != 1:
             self._memory.mul_(self.scale)
+
+
+def _bytes(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
 
 
 def _station(bucket: Bucket, number: int, transport: Transport) -> Lane:

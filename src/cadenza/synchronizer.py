@@ -27,14 +27,14 @@ from cadenza.agreement import Header
 from cadenza.balance import Balance
 from cadenza.ddp import covers, fall_silent, widen
 from cadenza.door import check_door
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, NotFiniteError
 from cadenza.flights import Flight, carry
 from cadenza.levels import LevelGroup, build_levels
 from cadenza.models import ModelView, named
 from cadenza.observers import Observer, notify
 from cadenza.process_groups import resolve
 from cadenza.reports import RoundReport
-from cadenza.rounds import Passage, run_round
+from cadenza.rounds import Passage, open_round, run_round
 from cadenza.schedules import largest_due, staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
@@ -145,6 +145,11 @@ class Synchronizer:
         self._open = True
         self._hooks: list[Callable[[], None]] = []
         self._check_turns()
+        if auto and strategy.weight == "samples":
+            raise ValueError(
+                'weight="samples" needs sync.step(samples=…) in the loop, and auto=True calls step() without it: use '
+                "auto=False, another weight, or a function that says how much this worker counts."
+            )
         self._levels[-1].take_from_first(view.everything())
         if not strategy.warmup_steps:
             self._end_warmup()
@@ -164,15 +169,20 @@ class Synchronizer:
             return None
         return self.strategy.warmup_steps + min(int(track.schedule_state["next"]) for track in self._tracks.values())
 
-    def step(self, *, samples: float = 0.0) -> None:
+    def step(self, *, samples: float | None = None) -> None:
         """Count one optimizer step, land what is due, launch what is due.
 
         Args:
-            samples: How many samples the step has used, where the strategy weighs by samples.
+            samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
+        if samples is None and self.strategy.weight == "samples" and not self._exhausted:
+            raise ValueError(
+                'The strategy has weight="samples", but this step does not say how many it has used: call '
+                "sync.step(samples=len(batch)) after every optimizer step, or leave the weight uniform."
+            )
         self.clock += 1
-        self._samples += samples
+        self._samples += samples or 0.0
         if self.clock <= self.strategy.warmup_steps:
             self._count_warmup_step()
             return
@@ -196,15 +206,25 @@ class Synchronizer:
         self._gradients_averaged = True
 
     def drain(self) -> None:
-        """Answer rounds with weight 0, for a worker that has run out of data, until all workers have."""
+        """Answer rounds with weight 0, for a worker that has run out of data, until all workers have.
+
+        A round that finds all workers without data takes their plain mean, without an outer step. During the warm-up
+        every worker has gradients to average: whoever calls this then makes all ranks raise.
+        """
         self._check_open()
+        if self.clock < self.strategy.warmup_steps:
+            self._refuse_to_drain()
         self._exhausted = True
         while not self._all_exhausted:
             self._balance.quota = 1
             self.step()
 
     def finish(self) -> None:
-        """Land what is in flight, run one last global round, and close: all ranks end with equal parameters."""
+        """Land what is in flight, run one last global round, and close: all ranks end with equal parameters.
+
+        The last round is one like the others, outer step and momentum included, also if its period was cut short. There
+        is none where all have just met.
+        """
         self._check_open()
         if self.strategy.balanced:
             self.drain()  # the others may have more periods to go
@@ -298,9 +318,8 @@ class Synchronizer:
     def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
         level = self._levels[number]
-        if level.alone and not level.plan.anchored:
-            self._all_exhausted = self._exhausted
-            return 0.0
+        if level.alone and not level.plan.anchored and number < len(self._levels) - 1:
+            return 0.0  # nobody to meet, and nothing to remember
         layout = self._layout(fragment)
         if not delay and not level.plan.anchored and level.stage is None:
             return self._average_now(number, fragment, layout)
@@ -365,6 +384,8 @@ class Synchronizer:
         norm2 = layout.fragment.norm2()
         weight, problem = self._weight(number, fragment)
         problem = problem or self._not_finite(layout, norm2)
+        if level.alone and problem is not None:
+            raise NotFiniteError(problem)
         header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
         spread = self.strategy.measures_drift
         with torch.no_grad():
@@ -506,6 +527,18 @@ class Synchronizer:
             participants=tuple(level.transport.members),
         )
         notify(self.observers, report)
+
+    def _refuse_to_drain(self) -> None:
+        """Let all ranks raise, also those that wait for this worker's gradients, unless it is DDP that waits."""
+        problem = (
+            f"this worker ran out of data at step {self.clock} of the warm-up ({self.strategy.warmup_steps} steps), in "
+            "which every worker has gradients to average. Give it more data, or the strategy a shorter warm-up."
+        )
+        transport = self._levels[-1].transport
+        if self._view.ddp is None and not self._levels[-1].alone:
+            transport.next_round()
+            open_round(transport, Header(self._moment, bytes(16), able=False), problem=problem, describe=list)
+        raise CadenzaError(problem[0].upper() + problem[1:])
 
     # ---- the clock -------------------------------------------------------------------------------------------------
 

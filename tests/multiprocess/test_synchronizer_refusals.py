@@ -83,6 +83,14 @@ def test_different_strategies_are_refused_on_every_rank(ranks: RankPool, what: s
     assert_refused(results, "DisagreementError", "rank 1", "ranks 0, 2")
 
 
+def test_only_the_first_difference_of_strategies_is_told(ranks: RankPool) -> None:
+    [(_, _, text), *_] = [result for result, _ in ranks.run(2, with_strategies, *STRATEGIES["period"], timeout_s=20)]
+    assert "level 0: every(4) with all" in text
+    assert "level 0: every(8) with all" in text
+    assert "fragments" not in text
+    assert "parameters differ" not in text
+
+
 def with_another_version() -> Any:
     version = "9.9.9" if dist.get_rank() == 2 else cadenza.__version__
     with patch.object(synchronizer, "__version__", version):
@@ -263,7 +271,7 @@ def spoil_and_repair(strategy: Strategy, bad: float) -> dict[str, Any]:
             with torch.no_grad():
                 list(model.parameters())[2][3, 1] = bad
         before = [p.detach().clone() for p in model.parameters()]
-        result = outcome(sync.step)
+        result = outcome(sync.step, samples=1)
         if result[0] == "error":
             seen["error"] = result
             seen["unchanged"] = all(

@@ -17,7 +17,7 @@ from support import algorithms
 from support.algorithms import Workers
 from support.compare import same_bits
 from support.models import CASES
-from support.ranks import RankPool
+from support.ranks import RankPool, outcome
 from support.training import Trace, everyone, momentum_sgd, one_number, plain_sgd, train, values
 
 Rounds = list[tuple[int, int, int]]
@@ -138,9 +138,20 @@ def test_a_function_weighs(ranks: RankPool) -> None:
         assert weights == pytest.approx((1 / 3, 2 / 3))
 
 
-def test_without_any_samples_all_count_alike(ranks: RankPool) -> None:
-    traces = ranks.run(2, train, cadenza.local_sgd(2, weight="samples"), 2)
-    assert traces[0].reports[0].weights == (0.5, 0.5)
+def forget_the_samples() -> Any:
+    model, sync, step = one_number(cadenza.local_sgd(2, weight="samples"))
+    results = [outcome(step, 1.0), sync.clock]
+    results.append(outcome(cadenza.attach, model, plain_sgd(model), sync.strategy, auto=True))
+    sync.step(samples=1)
+    sync.drain()  # a worker that has run out of data has none to give
+    return results
+
+
+def test_a_weight_by_samples_asks_for_them_at_the_first_step(ranks: RankPool) -> None:
+    for (kind, error, text), clock, (_, _, about_auto) in ranks.run(2, forget_the_samples, timeout_s=20):
+        assert (kind, error, clock) == ("error", "ValueError", 0)
+        assert "sync.step(samples=len(batch))" in text
+        assert "auto=False" in about_auto
 
 
 def run_out_of_data(strategy: Strategy, batches: list[int]) -> Any:
@@ -162,6 +173,57 @@ def test_a_worker_without_data_answers_with_weight_0(ranks: RankPool) -> None:
         assert value == pytest.approx(0.55)
         assert clock == 6
         assert rounds == [(2, (0.5, 0.5)), (4, (0.0, 1.0)), (6, (0.5, 0.5))]
+
+
+def stand_still_at_the_end(strategy: Strategy) -> tuple[list[float], list[tuple[float, ...]]]:
+    """Where the model is after the last round that had data, after draining and after finishing."""
+    reports: list[RoundReport] = []
+    model, sync, step = one_number(strategy, observers=[reports.append])
+    for _ in range(4):
+        step(1.0)
+    seen = [model.x.item()]
+    sync.drain()
+    seen.append(model.x.item())
+    sync.finish()
+    return [*seen, model.x.item()], [report.weights for report in reports]
+
+
+@pytest.mark.parametrize("strategy", [cadenza.diloco(2), cadenza.slowmo(2), cadenza.diloco(2, codec=codecs.int8())])
+def test_a_round_without_any_data_takes_no_outer_step(ranks: RankPool, strategy: Strategy) -> None:
+    for seen, weights in ranks.run(2, stand_still_at_the_end, strategy):
+        assert seen[0] == seen[1] == seen[2]
+        assert weights == [(0.5, 0.5)] * 3
+
+
+def drain_in_the_warm_up() -> Any:
+    model, sync, _ = one_number(cadenza.post_local_sgd(2, warmup_steps=4))
+    model(1.0).backward()
+    sync.average_gradients()
+    sync.step()
+    return outcome(sync.drain if dist.get_rank() == 1 else sync.average_gradients)
+
+
+def test_running_out_of_data_in_the_warm_up_raises_on_every_rank(ranks: RankPool) -> None:
+    for kind, _, text in ranks.run(3, drain_in_the_warm_up, timeout_s=20):
+        assert kind == "error"
+        assert "On rank 1: this worker ran out of data at step 1 of the warm-up (4 steps)" in text
+    [(_, error, text)] = ranks.run(1, drain_alone_in_the_warm_up)
+    assert (error, text[:31]) == ("CadenzaError", "This worker ran out of data at ")
+
+
+def drain_alone_in_the_warm_up() -> Any:
+    _, sync, _ = one_number(cadenza.post_local_sgd(2, warmup_steps=4))
+    return outcome(sync.drain)
+
+
+@pytest.mark.parametrize("strategy", [cadenza.local_sgd(2), cadenza.diloco(2)])
+def test_one_worker_alone_reports_its_rounds(ranks: RankPool, strategy: Strategy) -> None:
+    [trace] = ranks.run(1, train, strategy, 4)
+    assert trace.rounds == [(2, 0, 0), (4, 0, 0)]
+    for report in trace.reports:
+        assert (report.bytes_sent, report.encoded_bytes, report.raw_bytes) == (0, 4 * NUMEL, 4 * NUMEL)
+        assert (report.weights, report.participants) == ((1.0,), (0,))
+        assert report.drift == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(

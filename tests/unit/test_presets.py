@@ -65,6 +65,11 @@ def test_streaming_diloco_is_that_of_2501_18512() -> None:
     assert (strategy.delay, strategy.alpha) == (5, 0.5)
 
 
+def test_streaming_diloco_takes_a_schedule_for_its_period() -> None:
+    schedule = cadenza.changing({1: 20, 100: 50})
+    assert level(cadenza.streaming_diloco(schedule)).schedule == schedule
+
+
 def test_sparse_loco_is_that_of_2508_15706() -> None:
     plan = level(cadenza.sparse_loco())
     assert plan.codec == codecs.error_feedback(codecs.topk(density=0.02, bits=2), decay=0.95)
