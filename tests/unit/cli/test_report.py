@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import MadeUpRun
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -18,6 +18,7 @@ from cadenza.cli.report import report, write_report
 from cadenza.cli.report.data import read_runs
 from cadenza.cli.report.timeline import activity
 from cadenza.errors import UsageError
+from support.runs import MadeUpRun
 
 PLAIN = MadeUpRun(steps=40, period=8, workers=2)
 KINDS = {
@@ -207,7 +208,7 @@ def test_the_parts_of_a_workers_time_add_up(tmp_path: Path, run: MadeUpRun) -> N
         spans = sorted([*act.computing, *act.wire, *act.standing])
         assert spans[0][0] == 0
         assert spans[-1][1] == pytest.approx(worker.end_s)
-        assert all(math.isclose(a[1], b[0], abs_tol=1e-9) for a, b in zip(spans, spans[1:], strict=False))
+        assert all(math.isclose(a[1], b[0], abs_tol=1e-9) for a, b in itertools.pairwise(spans))
 
 
 def test_a_long_run_is_thinned_and_its_peaks_stay(tmp_path: Path) -> None:

@@ -39,9 +39,8 @@ def drift_chart(runs: Sequence[RunData]) -> Chart | None:
     )
     if any(len(trace["x"]) >= _POINTS - 2 for trace in traces):
         note += f" Lines are thinned to {_POINTS:,} points or fewer, which keep every low and high."
-    return Chart(
-        "drift", "Drift", f"{'; '.join(words)}.", [View("", figure)], keys if len(keys) > 1 else (), note, wide=True
-    )
+    title, shown = "How far the workers had spread at each round", keys if len(keys) > 1 else ()
+    return Chart("drift", title, f"{'; '.join(words)}.", [View("", figure)], shown, note, wide=True)
 
 
 def drift_table(run: RunData) -> Table:
@@ -153,10 +152,12 @@ def _ddp_chart(runs: Sequence[RunData]) -> Chart | None:
         _bar(labels, sent, colours, shares),
     ]
     for trace in traces:
-        trace |= {"text": [bytes_text(size) for size in trace["x"]], "textposition": "auto", "cliponaxis": False}
+        trace |= {"text": [bytes_text(size) for size in trace["x"]], "textposition": "outside", "cliponaxis": False}
     words = [f"{run.name} {share}, of {bytes_text(run.ddp_bytes)}" for run, share in zip(runs, shares, strict=True)]
     keys = [Key("DDP would have sent", "ddp", "box"), Key("sent", "run-0" if len(runs) == 1 else "muted", "box")]
-    view = View("", _bars(traces, barmode="group"))
+    figure = _bars(traces, barmode="group")
+    figure["layout"]["xaxis"]["range"] = [0, 1.25 * max(sent + ddp)]  # room for the text behind the longest bar
+    view = View("", figure)
     note = "DDP for the same steps: a ring all-reduce of all gradients in every step."
     return Chart("bytes-ddp", "Bytes beside DDP’s", f"{'; '.join(words)}.", [view], keys, note, _high(runs) + 20)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
+from itertools import pairwise
 
 from cadenza.cli.report.charts import Chart, Figure, Key, View, axis, colour_of_run, layout, rounded, time_unit
 from cadenza.cli.report.data import Curve, RunData
@@ -18,7 +19,7 @@ __all__ = ["loss_charts", "loss_table"]
 _POINTS = 2000  # of a line; a wide screen has about as many columns
 _ALL_POINTS = 8000  # of the lines of all runs together, in one chart
 _ROWS = 40
-_SMOOTHING = 50  # the moving mean spans one part in fifty of the run
+_SMOOTHING = 40  # the moving mean spans one part in forty of the run
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "pentagon", "star")
 _MARKED = 60  # a line of more evaluations has no room for symbols
 _MANY_TIMES = 20  # so far apart, values are seen only on a logarithmic axis
@@ -29,7 +30,7 @@ def loss_charts(runs: Sequence[RunData]) -> list[Chart]:
     keys = _keys(runs)
     words = [f"{run.name}: {_words(run)}" if len(runs) > 1 else _words(run).capitalize() for run in runs]
     steps, seconds, sent = (_figure(runs, by) for by in ("steps", "seconds", "bytes_sent"))
-    first = f"Sent by worker {runs[0].reference.number}."
+    first = f"Sent by worker {runs[0].reference.number}; training loss is the mean of the steps between two rounds."
     logarithmic = sent["layout"]["xaxis"].get("type") == "log"
     before = " The axis is logarithmic, and begins with the first bytes sent." if logarithmic else ""
     span = "; ".join(words)
@@ -75,9 +76,8 @@ def _figure(runs: Sequence[RunData], by: str) -> Figure:
     y = axis("Loss")
     if _far_apart(losses):
         y |= {"type": "log", "dtick": "D2"}
-    positive = x.get("type") == "log"
-    traces = [trace for number, run in enumerate(runs) for trace in _traces(number, run, len(runs), by, divisor)]
-    if positive:
+    traces = [trace for number, run in enumerate(runs) for trace in _traces(number, run, len(runs), by, divisor, unit)]
+    if x.get("type") == "log":  # which has no place for nothing sent
         for trace in traces:
             trace["x"] = [value or None for value in trace["x"]]
     return {"data": traces, "layout": layout(x, y, hovermode="closest", **_marks(runs, by, divisor))}
@@ -88,33 +88,47 @@ def _far_apart(values: Sequence[float]) -> bool:
     return bool(positive) and min(values) >= 0 and max(positive) > _MANY_TIMES * min(positive)
 
 
-def _traces(number: int, run: RunData, count: int, by: str, divisor: float) -> list[Figure]:
+def _traces(number: int, run: RunData, count: int, by: str, divisor: float, unit: str) -> list[Figure]:
     colour = f"var(--{colour_of_run(number)})"
-    x_text = {"steps": "step %{x:,}", "seconds": "%{x:.4~g}", "bytes_sent": "%{x:.3~s}B"}[by]
+    place = {"steps": "step %{x:,}", "seconds": f"%{{x:.4~g}} {unit}", "bytes_sent": "%{x:.3~s}B"}[by]
     named = f"{escape(run.name)}<br>" if count > 1 else ""
 
     def trace(curve: Curve, what: str, **looks: object) -> Figure:
         x = [value / divisor for value in getattr(curve, by)]
         return {
             "type": "scatter", "x": rounded(x, 7), "y": rounded(curve.losses), "meta": {"run": number, "name": named},
-            "hovertemplate": f"%{{meta.name}}{what} %{{y:.4g}}<br>{x_text}<extra></extra>", **looks,
+            "hovertemplate": f"%{{meta.name}}{what} %{{y:.4g}}<br>{place}<extra></extra>", **looks,
         }  # fmt: skip
 
-    training, limit = run.training, min(_POINTS, _ALL_POINTS // (2 * count))
+    limit = _limit(count)
+    training = _between_rounds(run.training) if by == "bytes_sent" else run.training
     smooth = replace(training, losses=moving_mean(training.losses, _width(training)))
     raw = training.pick(keep_extremes(training.losses, limit))
     even = smooth.pick(keep_every(len(smooth.steps), limit // 4))
     held_out = run.held_out.pick(keep_extremes(run.held_out.losses, limit))
     mode = "lines+markers" if len(held_out.steps) <= _MARKED else "lines"
     marker = {"symbol": _SYMBOLS[number % len(_SYMBOLS)], "size": 7}
+    thin, dotted = {"color": colour, "width": 1}, {"color": colour, "width": 1.8, "dash": "dot"}
     traces = [
-        trace(
-            raw, "training loss", mode="lines", line={"color": colour, "width": 1}, opacity=0.3 if count == 1 else 0.15
-        ),
-        trace(even, "training loss, moving mean", mode="lines", line={"color": colour, "width": 1.6, "dash": "dot"}),
+        trace(raw, "training loss", mode="lines", line=thin, opacity=0.35 if count == 1 else 0.15),
+        trace(even, "training loss, moving mean", mode="lines", line=dotted),
         trace(held_out, "held-out loss", mode=mode, line={"color": colour, "width": 2.6}, marker=marker),
     ]
     return [trace for trace in traces if trace["x"]]
+
+
+def _between_rounds(curve: Curve) -> Curve:
+    """Return the mean loss of the steps by which as much had been sent; drawn one by one they would be a wall."""
+    ends = [index for index, (sent, after) in enumerate(pairwise((*curve.bytes_sent, -1))) if sent != after]
+    means = []
+    for start, end in pairwise((-1, *ends)):
+        losses = curve.losses[start + 1 : end + 1]
+        means.append(sum(losses) / len(losses))
+    return replace(curve.pick(ends), losses=means)
+
+
+def _limit(count: int) -> int:
+    return min(_POINTS, _ALL_POINTS // (2 * count))
 
 
 def _marks(runs: Sequence[RunData], by: str, divisor: float) -> Figure:
@@ -145,19 +159,19 @@ def _keys(runs: Sequence[RunData]) -> list[Key]:
 
 
 def _width(curve: Curve) -> int:
-    return max(1, len(curve.losses) // _SMOOTHING)
+    return max(5, len(curve.losses) // _SMOOTHING)
 
 
 def _note(runs: Sequence[RunData]) -> str:
     notes = []
-    limit = min(_POINTS, _ALL_POINTS // (2 * max(1, len(runs))))
+    limit = _limit(len(runs))
     if any(len(run.training.steps) > limit for run in runs):
         notes.append(
             f"Each line is thinned to {limit:,} points or fewer, which keep the lowest and the highest value of every "
             "stretch; the tables and the summary are computed from all of them."
         )
     widths = sorted({_width(run.training) for run in runs if run.training.steps})
-    if widths and widths[-1] > 1:
+    if widths:
         spans = " to ".join(f"{width:,}" for width in dict.fromkeys((widths[0], widths[-1])))
         notes.append(f"Training loss is the mean of all workers; its moving mean spans {spans} steps.")
     for run in runs:

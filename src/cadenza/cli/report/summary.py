@@ -20,7 +20,7 @@ from cadenza.cli.report.tables import Cell, Table, named_cell, number_cell, text
 
 __all__ = ["comparison_table", "event_table", "same_loss", "summary_tables", "tiles"]
 
-_LOSSES, _RESULTS = 3, 9  # of the figures, how many tell of the loss and of all that came of a run
+_LOSSES, _RESULTS = 3, 10  # of the figures, how many tell of the loss and of all that came of a run
 _STATUS = {"unfinished": "unfinished (still running, or killed)"}
 
 
@@ -95,6 +95,7 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
     held_out = run.held_out.finite_ends()
     lowest = min(filter(math.isfinite, run.held_out.losses), default=None)
     share = run.bytes_sent / run.ddp_bytes if run.ddp_bytes else None
+    still = round(run.stall_s / run.seconds, 6) if run.seconds else None
     rate = run.samples_per_s
     return [
         ("held-out loss, last", number_cell(held_out[1] if held_out else None, loss_text)),
@@ -104,11 +105,9 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
         ("sent by a worker (bytes)", number_cell(run.bytes_sent, bytes_text)),
         ("DDP would have sent (bytes)", number_cell(run.ddp_bytes or None, bytes_text)),
         ("sent, of DDP’s bytes", Cell(ratio_text(run.bytes_sent, run.ddp_bytes), share)),
-        ("standing still (s)", Cell(_part(run.stall_s, run.seconds), round(run.stall_s, 4))),
-        (
-            "samples a second, all workers",
-            Cell(f"{count_text(rate)} {run.unit}", None if rate is None else round(rate, 1)),
-        ),
+        ("standing still (s)", number_cell(round(run.stall_s, 4), seconds_text)),
+        ("standing still, of the time", Cell(share_text(run.stall_s, run.seconds), still)),
+        (f"{run.unit} a second, all workers", number_cell(None if rate is None else round(rate, 1), count_text)),
         ("steps", Cell(f"{run.steps:,} of {run.planned_steps:,}", run.steps)),
         ("rounds", number_cell(len(run.reference.rounds), count_text)),
         ("status", Cell(_STATUS.get(run.status, run.status), run.status)),
@@ -118,7 +117,3 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
         ("parameters", number_cell(run.parameters, count_text)),
         ("checkpoints", number_cell(len(run.reference.checkpoints), count_text)),
     ]
-
-
-def _part(seconds: float, whole: float) -> str:
-    return f"{seconds_text(seconds)} ({share_text(seconds, whole)})" if whole else seconds_text(seconds)
