@@ -20,7 +20,7 @@ from cadenza.errors import UsageError
 from cadenza.training.config import Config
 from cadenza.training.runs import Run, create, open_run
 
-__all__ = ["carry_out", "emulated", "make_run"]
+__all__ = ["carry_out", "emulated", "make_run", "title_of"]
 
 _OTHERS_S = 10.0  # for another node to finish making the folder that all share
 
@@ -91,7 +91,7 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     else:
         sent = [host.bytes_sent() for host in network.hosts]
         workers = LinkedWorkers(run.folder, config.launch, logs, network)
-    title = _title(run, config, network)
+    title = title_of(run, config, network)
     live = console.is_terminal and not plain and workers.leads
     display: Display = LiveDisplay(console, title) if live else PlainDisplay(console, title)
     with display:
@@ -102,7 +102,8 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     return workers.leads
 
 
-def _title(run: Run, config: Config, network: Network | None) -> str:
+def title_of(run: Run, config: Config, network: Network | None = None) -> str:
+    """Return what is trained, in a line."""
     strategy, launch = config.strategy, config.launch
     parts = [" ".join(["cadenza train", strategy.name, strategy.codec]).strip()]
     nodes = "" if launch.nnodes == "1" else f" on each of {launch.nnodes} nodes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -53,7 +54,9 @@ def train(
         ),
     ] = None,
     config: Annotated[Path | None, _option("A TOML file; flags override it.", RUN, "--config", metavar="FILE")] = None,
-    print_config: Annotated[bool, _option("Print the complete configuration as TOML, and end.", RUN, "--print-config")] = False,
+    print_config: Annotated[bool, _option("Print the whole configuration as TOML, and end.", RUN, "--print-config")] = (
+        False
+    ),
     run: Annotated[
         Path | None, _option("The run's folder; runs/TIME-STRATEGY if not given.", RUN, "--run", metavar="FOLDER")
     ] = None,
@@ -195,6 +198,7 @@ def _begin(
     """Make a new run, and train it."""
     from cadenza.cli.rendezvous import arrange
     from cadenza.cli.running import emulated, make_run
+    from cadenza.training.runs import read_metrics
 
     if folder is None:
         if config.launch.nnodes != "1":
@@ -206,7 +210,12 @@ def _begin(
     arrange(config.launch, name=folder.name)  # before there is a folder, say what is wrong with the endpoint
     with nullcontext() if link is None else emulated(link, config) as network:
         run = make_run(folder, config)
-        _train(run, config, console, plain=plain, network=network, report=report)
+        try:
+            _train(run, config, console, plain=plain, network=network, report=report)
+        except UsageError:
+            if config.launch.nnodes == "1" and not read_metrics(run.folder).of("start"):
+                shutil.rmtree(run.folder)  # so that the next attempt can have the same name
+            raise
 
 
 def _go_on(
@@ -245,6 +254,7 @@ def _go_on(
 
 
 def _train(run: Run, config: Config, console: Console, *, plain: bool, network: Any, report: bool) -> None:
+    from cadenza.cli.failures import TrainingFailedError
     from cadenza.cli.running import carry_out
     from cadenza.cli.watching import InterruptedRunError
 
@@ -253,6 +263,12 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
     except InterruptedRunError as interruption:
         console.print(f"{_saved(run, interruption.saved)}", soft_wrap=True)
         raise typer.Exit(128 + interruption.number) from None
+    except TrainingFailedError as error:
+        if _last_saved(run) is None:
+            raise
+        raise TrainingFailedError(
+            f"{error}\n\nThe last checkpoint is of step {_last_saved(run)}. {_resume(run)}"
+        ) from None
     if leads:
         finish([run.folder], run.report_file, console, report=report)
 
@@ -269,11 +285,18 @@ def finish(folders: Sequence[Path], target: Path, console: Console, *, report: b
 
 def _saved(run: Run, saved: bool) -> str:
     """Say what was saved, and how to go on."""
-    found = sorted(path.name for path in run.checkpoints.glob("step-*"))
-    command = f"Go on with:  cadenza train --resume {shlex.quote(str(run.folder))}"
-    if not found:
-        return f"Interrupted before anything was saved in {run.folder}."
-    step = int(found[-1].rpartition("-")[2])
+    step = _last_saved(run)
+    if step is None:
+        return f"Interrupted before anything was saved. {_resume(run)}"
     if saved:
-        return f"Interrupted after step {step}, and saved. {command}"
-    return f"The workers were ended before they could save; the last checkpoint is of step {step}. {command}"
+        return f"Interrupted after step {step}, and saved. {_resume(run)}"
+    return f"The workers were ended before they could save; the last checkpoint is of step {step}. {_resume(run)}"
+
+
+def _last_saved(run: Run) -> int | None:
+    found = [int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("step-*")]
+    return max(found, default=None)
+
+
+def _resume(run: Run) -> str:
+    return f"Go on with:  cadenza train --resume {shlex.quote(str(run.folder))}"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cadenza.cli.leash import follow_parent
-from cadenza.errors import CadenzaError, UsageError
+from cadenza.errors import CadenzaError, CheckpointError, TopologyError, UsageError
 from cadenza.process_groups import resolve, store_of
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import process_group, run_worker
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_worker(given.folder)
         else:
             _train_by(read_config(given.config), given.folder)
-    except UsageError as error:
+    except (UsageError, TopologyError, CheckpointError) as error:  # what was asked for cannot be
         print(f"cadenza: {error}", file=sys.stderr)
         return BAD_INPUT
     except CadenzaError as error:
