@@ -1,0 +1,3 @@
+from lab.race.race import main
+
+main()

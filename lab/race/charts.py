@@ -1,0 +1,104 @@
+"""The charts of the races, as SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lab.race import plans
+from lab.race.figures import Times, finishes, target_of
+from lab.race.plans import Scale
+from lab.race.runner import Results, bits_a_second
+
+__all__ = ["draw"]
+
+OURS, THEIRS, DDP = "#c2410c", "#475569", "#94a3b8"
+
+
+def draw(folder: Path, pictures: Path, scale: Scale) -> None:
+    """Draw every chart whose results are there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "cadenza", "font.size": 9, "svg.fonttype": "none"})
+    results = {race: Results(path) for race in plans.RACES if (path := folder / f"race_{race}.json").exists()}
+    if {"training", "timing"} <= results.keys():
+        draw_finishes(results, pictures / "race_to_loss.svg", scale)
+    if "timing" in results:
+        draw_utilisation(results, pictures / "race_utilisation.svg", scale)
+    if "syncs" in results:
+        draw_syncs(results["syncs"], pictures / "race_syncs.svg", scale)
+
+
+def colour(label: str) -> str:
+    return OURS if label.startswith("Cadenza") else DDP if label.startswith("DDP") else THEIRS
+
+
+def draw_finishes(results: dict[str, Results], path: Path, scale: Scale) -> None:
+    """Draw the time to the same loss: compute below, what is above it on top."""
+    times, target = Times(results["timing"].runs, scale), target_of(results["training"], scale)
+    figure, every = panels(len(scale.links), height=4.6)
+    for axes, link in zip(every, scale.links, strict=True):
+        found = sorted(finishes(results["training"], times, scale, target, link), key=lambda way: -way.seconds)
+        names = [way.label for way in found]
+        axes.barh(names, [way.alone_s for way in found], color="#cbd5e1")
+        above = [max(0.0, way.overhead_s) for way in found]
+        axes.barh(names, above, left=[way.alone_s for way in found], color=[colour(name) for name in names])
+        axes.set(title=link, xlabel=f"seconds to {target:.2f} nats (log)", xscale="log")
+    save(figure, path)
+
+
+def draw_utilisation(results: dict[str, Results], path: Path, scale: Scale) -> None:
+    """Draw the share of time that is compute, against the rate of the link."""
+    runs = [run for race in ("timing", "utilisation") if race in results for run in results[race].runs]
+    times = Times(runs, scale)
+    links = sorted({*scale.links, *scale.curve_links}, key=lambda link: bits_a_second(link) or 0)
+    figure, (axes,) = panels(1)
+    markers = iter("osD^vPX*")
+    for label in plans.UTILISATION[1:]:
+        points = [
+            ((bits_a_second(link) or 0) / 1e6, min(100.0, 100 * alone / step))
+            for link in links
+            if (step := times.step(label, link)) and (alone := times.alone(link))
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=next(markers), label=label, color=colour(label), linewidth=1.2)
+    axes.set(xlabel="Mbit/s", ylabel="compute, % of the time", xscale="log", ylim=(0, 105))
+    axes.legend(fontsize=7)
+    save(figure, path)
+
+
+def draw_syncs(results: Results, path: Path, scale: Scale) -> None:
+    """Draw what one synchronisation takes as the model grows."""
+    times = Times(results.runs, scale)
+    figure, (axes,) = panels(1)
+    markers = iter("osD^vPX*+x1")
+    for label in plans.SYNCS[1:]:
+        points = []
+        for millions in scale.millions:
+            own = times.of(plans.one_sync(label, millions), plans.SYNC_LINK, "elapsed_s")
+            alone = times.of(plans.one_sync("compute alone", millions), plans.SYNC_LINK, "elapsed_s")
+            if own is not None and alone is not None and own > alone:
+                points.append((millions, own - alone))
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=next(markers), label=label, color=colour(label), linewidth=1.2)
+    axes.set(xlabel="million parameters", ylabel="seconds", xscale="log", yscale="log")
+    axes.legend(fontsize=7)
+    save(figure, path)
+
+
+def panels(count: int, height: float = 4.2) -> tuple[Any, Any]:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, count, figsize=(max(6.5, 4.6 * count), height), layout="constrained", squeeze=False
+    )
+    for one in axes[0]:
+        one.grid(alpha=0.3)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})

@@ -1,0 +1,141 @@
+"""What follows from the runs: steps and seconds to a loss, stall, bytes, and what physics allows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lab.race import plans
+from lab.race.jobs import Job
+from lab.race.plans import ENTRIES, Entry, Scale
+from lab.race.runner import Results
+
+__all__ = ["Finish", "Times", "crossing", "curves", "finishes", "target_of"]
+
+
+def crossing(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Return after how many steps a curve first is at or below a loss, between two points by a straight line.
+
+    >>> crossing([(10, 3.0), (20, 2.0)], 2.5)
+    15.0
+    """
+    before: tuple[float, float] | None = None
+    for step, value in curve:
+        if value <= loss:
+            if before is None or before[1] == value:
+                return float(step)
+            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - value)
+        before = (step, value)
+    return None
+
+
+class Times:
+    """What a step takes and sends, by contender, link and period; medians over the repeats."""
+
+    def __init__(self, runs: Sequence[dict[str, Any]], scale: Scale) -> None:
+        self._runs, self._scale = [run for run in runs if "failed" not in run], scale
+
+    def of(self, job: Job, link: str, what: str) -> float | None:
+        """Return the median of a figure over a job's repeats, by step."""
+        figures = self.all(job, link, what)
+        return statistics.median(figures) if figures else None
+
+    def all(self, job: Job, link: str, what: str) -> list[float]:
+        key = Job.from_json(job.to_json())
+        same = [run for run in self._runs if run["link"] == link and Job(**plain(run["job"])) == key]
+        return [run[what] / job.steps for run in same]
+
+    def step(self, label: str, link: str, period: int | None = None, what: str = "elapsed_s") -> float | None:
+        """Return what one step takes on average. Where only one period was timed, it follows from that one:
+
+        the compute is the same in every step, and what is above it comes once a period.
+        """
+        entry = ENTRIES[label]
+        period = period or entry.timed_period
+        direct = self.of(plans.timed(entry, self._scale, period), link, what)
+        if direct is not None or entry.late or entry.uneven:
+            return direct
+        known = self.of(plans.timed(entry, self._scale), link, what)
+        alone = self.alone(link) if what == "elapsed_s" else 0.0
+        if known is None or alone is None:
+            return None
+        return alone + (known - alone) * entry.timed_period / period
+
+    def alone(self, link: str) -> float | None:
+        return self.of(plans.timed(ENTRIES["compute alone"], self._scale), link, "elapsed_s")
+
+
+def plain(job: dict[str, Any]) -> dict[str, Any]:
+    return {**job, "size": plans.Size(**job["size"])}
+
+
+def curves(results: Results, scale: Scale, label: str) -> list[tuple[Job, list[tuple[int, float]]]]:
+    """Return every training run of a contender: its job and its curve."""
+    source = ENTRIES[plans.SAME_CURVE.get(label, label)]
+    found = []
+    for job, link in plans.training(scale, [source.label]):
+        run = results.find(job, link)
+        if run is not None and "failed" not in run:
+            found.append((job, [(step, loss) for step, loss in run["curve"]]))
+    return found
+
+
+def target_of(results: Results, scale: Scale) -> float:
+    """Return the lowest loss, in hundredths, that every contender reaches at its best settings."""
+    ends = [
+        min(min(loss for _, loss in curve) for _, curve in found)
+        for label in ENTRIES
+        if label != "hivemind" and (found := curves(results, scale, label))
+    ]
+    return -(-max(ends) * 100 // 1) / 100
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a contender came to the target on a link, at the settings that were quickest there."""
+
+    label: str
+    link: str
+    job: Job
+    steps: float
+    seconds: float
+    alone_s: float  # as many steps of compute alone
+    megabytes: float  # what a worker sent
+
+    @property
+    def overhead_s(self) -> float:
+        return self.seconds - self.alone_s
+
+
+def finish(label: str, link: str, job: Job, steps: float, times: Times) -> Finish | None:
+    """Return how long so many steps take on a link; None if it was not timed."""
+    first = min(steps, job.settings.get("gradient_steps", 0))
+    own, own_bytes = times.step(label, link, job.period), times.step(label, link, job.period, "bytes_sent")
+    alone, ddp, ddp_bytes = times.alone(link), times.step("DDP", link), times.step("DDP", link, what="bytes_sent")
+    if own is None or own_bytes is None or alone is None or (first and (ddp is None or ddp_bytes is None)):
+        return None
+    seconds = (steps - first) * own + (first * ddp if first and ddp else 0.0)
+    sent = (steps - first) * own_bytes + (first * ddp_bytes if first and ddp_bytes else 0.0)
+    return Finish(label, link, job, steps, seconds, steps * alone, sent / 1e6)
+
+
+def finishes(training: Results, times: Times, scale: Scale, target: float, link: str) -> list[Finish]:
+    """Return every contender's quickest way to the target on a link."""
+    found = []
+    for label in ENTRIES:
+        ways = [
+            way
+            for job, curve in curves(training, scale, label)
+            if (steps := crossing(curve, target)) is not None
+            and (way := finish(label, link, job, steps, times)) is not None
+        ]
+        if ways:
+            found.append(min(ways, key=lambda way: way.seconds))
+    return found
+
+
+def least_megabytes(entry: Entry, parameters: int, workers: int, period: int) -> float:
+    """Return what a worker must send in a step on average: a mean needs 2(N − 1)/N of every value, once a period."""
+    return 2 * (workers - 1) / workers * parameters * entry.bits / 8 / period / 1e6

@@ -1,0 +1,350 @@
+"""What runs in each race: the methods, at which settings, on which links.
+
+The loss after so many steps does not depend on the link, and the time of a step does not depend on how far training
+has come. So every method trains once without a limit on the links (`training`), some steps of it are timed on every link
+(`timing`), and the time to a loss is computed from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab.race.jobs import LARGE, SMALL, Job, Size
+from lab.race.rivals import METHODS
+
+__all__ = ["ENTRIES", "FULL", "QUICK", "Entry", "Scale", "headline", "sites", "syncs", "timing", "training"]
+
+GRADIENT_STEPS = 24  # where a method recommends to begin with averaged gradients
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender: a method and its settings, at several periods.
+
+    Attributes:
+        label: Its name in tables.
+        bits: What a value takes on the wire; with the number of workers that gives the bytes that must move.
+        periods: The steps between two synchronisations that it is tried at.
+        outer_lrs: The outer learning rates that it is tried at; none if it has no such thing.
+        late: Whether its rounds land some steps after their launch, while training goes on.
+        uneven: Whether the cost of a period depends on its length in other ways, so that each is timed.
+    """
+
+    label: str
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    bits: float = 32
+    periods: tuple[int, ...] = (8, 16, 32, 64)
+    outer_lrs: tuple[float, ...] = ()
+    late: bool = False
+    uneven: bool = False
+
+    @property
+    def timed_period(self) -> int:
+        return 1 if METHODS[self.method].sends_gradients else 16
+
+    def jobs(self) -> Iterator[Job]:
+        """Yield the settings that it is tried at."""
+        for period in self.periods:
+            for outer_lr in self.outer_lrs or (None,):
+                extra = {} if outer_lr is None else {"outer_lr": outer_lr}
+                yield Job(self.method, period, {**self.settings, **extra})
+
+
+OUTER_LRS = (0.4, 0.7, 1.0)
+LONG = (16, 32, 64)
+ENTRIES = {
+    entry.label: entry
+    for entry in [
+        Entry("compute alone", "compute alone", bits=0, periods=()),
+        Entry("DDP", "DDP", periods=(1,)),
+        Entry("DDP, fp16 hook", "DDP, fp16 hook", bits=16, periods=(1,)),
+        Entry(
+            "DDP, PowerSGD hook", "DDP, PowerSGD hook", {"rank": 2, "gradient_steps": GRADIENT_STEPS}, 0, periods=(1,)
+        ),
+        Entry("torch PeriodicModelAverager", "torch PeriodicModelAverager"),
+        Entry(
+            "torch HierarchicalModelAverager",
+            "torch HierarchicalModelAverager",
+            {"inner_period": 4},
+            periods=LONG,
+            uneven=True,
+        ),
+        Entry(
+            "torch PostLocalSGDOptimizer",
+            "torch PostLocalSGDOptimizer",
+            {"gradient_steps": GRADIENT_STEPS},
+        ),
+        Entry("Accelerate LocalSGD", "Accelerate LocalSGD"),
+        Entry("torchft LocalSGD", "torchft LocalSGD"),
+        Entry("torchft DiLoCo", "torchft DiLoCo", outer_lrs=OUTER_LRS),
+        Entry(
+            "torchft Streaming DiLoCo",
+            "torchft Streaming DiLoCo",
+            {"fragments": 2, "delay": 3, "alpha": 0.5},
+            periods=LONG,
+            outer_lrs=OUTER_LRS,
+            late=True,
+        ),
+        Entry("fairscale SlowMo", "fairscale SlowMo", {"momentum": 0.2}),
+        Entry("hivemind", "hivemind", periods=(16,), late=True),
+        Entry("Cadenza local_sgd", "Cadenza local_sgd"),
+        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 4}, 8, LONG, late=True),
+        Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outer_lrs=OUTER_LRS),
+        Entry(
+            "Cadenza diloco int8, gradients first",
+            "Cadenza diloco",
+            {"codec": "int8", "gradient_steps": GRADIENT_STEPS},
+            8,
+            outer_lrs=OUTER_LRS,
+        ),
+        Entry(
+            "Cadenza streaming_diloco",
+            "Cadenza streaming_diloco",
+            {"codec": "e3m0", "delay": 3, "layers": 2, "alpha": 0.5},
+            4,
+            periods=LONG,
+            outer_lrs=OUTER_LRS,
+            late=True,
+        ),
+        Entry("Cadenza hierarchical", "Cadenza hierarchical", {"inner_period": 4}, periods=LONG, uneven=True),
+    ]
+}
+# Mean of the parameters after every H-th step, exactly: the curves coincide, which one run of each at H = 16 shows.
+SAME_CURVE = {"Accelerate LocalSGD": "Cadenza local_sgd", "torchft LocalSGD": "Cadenza local_sgd"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run: everything, or just enough to see that it works."""
+
+    size: Size
+    steps: int  # of training
+    evaluate_every: int
+    windows: int
+    timed: int  # steps that are timed, at least
+    links: tuple[str, ...]
+    curve_links: tuple[str, ...]  # where stall is measured beside these
+    lrs: tuple[float, ...]
+    millions: tuple[float, ...]
+    workers: tuple[int, ...]
+
+
+FULL = Scale(
+    size=LARGE,
+    steps=192,
+    evaluate_every=8,
+    windows=256,
+    timed=20,
+    links=("1gbit", "100mbit", "20mbit"),
+    curve_links=("300mbit", "50mbit", "10mbit"),
+    lrs=(1e-3, 2e-3, 4e-3),
+    millions=(1, 3, 10, 30, 100),
+    workers=(2, 4, 8),
+)
+QUICK = Scale(
+    size=SMALL,
+    steps=32,
+    evaluate_every=8,
+    windows=32,
+    timed=8,
+    links=("100mbit",),
+    curve_links=("20mbit",),
+    lrs=(1e-3,),
+    millions=(0.1, 1),
+    workers=(2, 4),
+)
+
+
+def trained(job: Job, scale: Scale) -> Job:
+    """Return the job that trains from the start and is judged on the way."""
+    return job.but(
+        steps=scale.steps,
+        warm=0,
+        evaluate_every=scale.evaluate_every,
+        windows=scale.windows,
+        size=scale.size,
+        lr_warmup=scale.steps // 10,
+    )
+
+
+def timed(entry: Entry, scale: Scale, period: int | None = None) -> Job:
+    """Return the job whose steps are timed: whole periods, after the first rounds have landed.
+
+    Steps with averaged gradients at the beginning are not in it; they take what DDP's take.
+    """
+    period = period or entry.timed_period
+    settings = {key: value for key, value in entry.settings.items() if key != "gradient_steps"}
+    if entry.outer_lrs:
+        settings["outer_lr"] = entry.outer_lrs[0]
+    return Job(
+        entry.method,
+        period,
+        settings,
+        steps=period * -(-scale.timed // period),
+        warm=period if entry.late else 4,
+        size=scale.size,
+    )
+
+
+def entries(labels: Iterable[str] | None = None) -> list[Entry]:
+    return [ENTRIES[label] for label in labels or ENTRIES]
+
+
+def training(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield what trains: every entry at every period and outer learning rate; inner rates are swept at one period."""
+    for entry in entries(labels):
+        for job in entry.jobs():
+            at_first = job.period == entry.timed_period
+            if entry.label in SAME_CURVE and not at_first:
+                continue
+            for lr in scale.lrs if at_first else scale.lrs[:1]:
+                yield trained(job, scale).but(lr=lr), "unlimited"
+
+
+def timing(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield what is timed on every link; late and uneven ones at every period."""
+    for link in scale.links:
+        for entry in entries(labels):
+            yield timed(entry, scale), link
+            for period in entry.periods[1:] if entry.late or entry.uneven else ():
+                yield timed(entry, scale, period), link
+
+
+UTILISATION = (
+    "compute alone",
+    "DDP",
+    "DDP, PowerSGD hook",
+    "torch PeriodicModelAverager",
+    "torchft DiLoCo",
+    "torchft Streaming DiLoCo",
+    "Cadenza diloco int8",
+    "Cadenza streaming_diloco",
+)
+
+
+def utilisation(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield what is timed on further links, at one period."""
+    for link in scale.curve_links:
+        for entry in entries(labels or UTILISATION):
+            yield timed(entry, scale), link
+
+
+SITES = (
+    "compute alone",
+    "DDP",
+    "torch PeriodicModelAverager",
+    "torch HierarchicalModelAverager",
+    "torchft DiLoCo",
+    "Cadenza local_sgd",
+    "Cadenza diloco int8",
+    "Cadenza hierarchical",
+)
+
+
+def sites(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield what runs on two sites of two hosts: 1 Gbit/s inside, slow between."""
+    for between in ("100mbit", "20mbit"):
+        for entry in entries(labels or SITES):
+            yield timed(entry, scale), f"sites 1gbit {between}"
+
+
+SYNCS = (
+    "compute alone",
+    "DDP",
+    "DDP, fp16 hook",
+    "torch PeriodicModelAverager",
+    "Accelerate LocalSGD",
+    "torchft LocalSGD",
+    "torchft DiLoCo",
+    "fairscale SlowMo",
+    "Cadenza local_sgd",
+    "Cadenza diloco fp32",
+    "Cadenza diloco int8",
+    "Cadenza diloco e3m0",
+)
+SYNC_ENTRIES = {
+    **ENTRIES,
+    "Cadenza diloco fp32": Entry("Cadenza diloco fp32", "Cadenza diloco", {"codec": "fp32"}),
+    "Cadenza diloco e3m0": Entry("Cadenza diloco e3m0", "Cadenza diloco", {"codec": "e3m0"}, 4),
+}
+SYNC_LINK = "1gbit"
+
+
+def syncs(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield synchronisations of growing models, and of growing numbers of workers."""
+    middle = sorted(scale.millions)[len(scale.millions) // 2]
+    for label in labels or SYNCS:
+        for millions in scale.millions:
+            yield one_sync(label, millions), SYNC_LINK
+        for workers in scale.workers:
+            if workers != 4:
+                yield one_sync(label, middle), f"{SYNC_LINK} x{workers}"
+
+
+def one_sync(label: str, millions: float) -> Job:
+    entry = SYNC_ENTRIES[label]
+    settings = {key: value for key, value in entry.settings.items() if key in ("codec",)}
+    return Job(entry.method, 1, settings, steps=5 if millions <= 10 else 3, warm=1, millions=millions)
+
+
+HEADLINE = (
+    "compute alone",
+    "DDP",
+    "torch PeriodicModelAverager",
+    "Accelerate LocalSGD",
+    "torchft DiLoCo",
+    "Cadenza diloco int8",
+    "Cadenza streaming_diloco",
+)
+
+
+def headline(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield the short race: a few methods at H = 16, two links, and how far each comes in as many steps."""
+    for link in ("100mbit", "20mbit"):
+        for entry in entries(labels or HEADLINE):
+            yield timed(entry, scale), link
+    for entry in entries(labels or HEADLINE):
+        if entry.periods and entry.label not in SAME_CURVE:
+            job = next(job for job in entry.jobs() if job.period == entry.timed_period)
+            yield trained(job, scale).but(steps=scale.steps // 2, lr=scale.lrs[0]), "unlimited"
+
+
+SEEDS = (1, 2, 3)
+LOSSES = {
+    "DDP": Job("DDP"),
+    "local_sgd": Job("Cadenza local_sgd", 16, {"codec": "fp32"}),
+    "local_sgd int8": Job("Cadenza local_sgd", 16, {"codec": "int8"}),
+    "local_sgd e3m0": Job("Cadenza local_sgd", 16, {"codec": "e3m0"}),
+    "hierarchical": Job("Cadenza hierarchical", 16, {"inner_period": 4}),
+    "slowmo": Job("Cadenza slowmo", 16),
+    "sparse_loco": Job("Cadenza sparse_loco", 16),
+    **{
+        f"diloco {codec}": Job("Cadenza diloco", 16, {"codec": codec, "outer_lr": 0.4})
+        for codec in ("fp32", "bf16", "int8", "int8+feedback", "e3m0", "e3m0+feedback")
+    },
+    **{
+        f"streaming_diloco {codec}": Job("Cadenza streaming_diloco", 16, {"codec": codec, "layers": 2, "delay": 3})
+        for codec in ("fp32", "e3m0")
+    },
+}
+
+
+def losses(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield every strategy and codec at equal tokens, for several seeds."""
+    for seed in SEEDS:
+        for label in labels or LOSSES:
+            yield trained(LOSSES[label], scale).but(seed=seed, evaluate_every=scale.steps), "unlimited"
+
+
+RACES = {
+    "training": training,
+    "timing": timing,
+    "utilisation": utilisation,
+    "sites": sites,
+    "syncs": syncs,
+    "losses": losses,
+    "headline": headline,
+}

@@ -1,0 +1,269 @@
+"""Tables and charts from the results, for the terminal and for docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lab.race import charts, plans
+from lab.race.figures import Finish, Times, finishes, least_megabytes, target_of
+from lab.race.plans import ENTRIES, FULL, Scale
+from lab.race.runner import Results, bits_a_second
+
+__all__ = ["told", "write"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURES = ROOT / "docs" / "img"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """Return a table in Markdown; the first `words` columns are text, the others figures."""
+    rule = " --- |" * words + " ---: |" * (len(head) - words)
+    return "\n".join([f"| {' | '.join(head)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+# ---- the races ------------------------------------------------------------------------------------------------------
+
+
+def to_loss(results: dict[str, Results], scale: Scale) -> str:
+    """Tell time, bytes and steps to the same loss on every link."""
+    training, times = results["training"], Times(results["timing"].runs, scale)
+    target = target_of(training, scale)
+    parts = [
+        f"To a held-out loss of {target:.2f} nats; every contender at the settings that are quickest on that link."
+    ]
+    for link in scale.links:
+        found = finishes(training, times, scale, target, link)
+        if not found:
+            continue
+        fewest = min(way.alone_s for way in found)
+        ddp = next((way.seconds for way in found if way.label == "DDP"), None)
+        parts.append(f"**{link}**: compute alone takes {times.alone(link):.3f} s a step.")
+        parts.append(finish_table(found, fewest, ddp, link))
+        parts.append(bar(found, link))
+    return "\n\n".join(parts)
+
+
+def finish_table(found: Sequence[Finish], fewest: float, ddp: float | None, link: str) -> str:
+    rate = bits_a_second(link)
+    rows = []
+    for way in sorted(found, key=lambda way: way.seconds):
+        job = way.job
+        outer = job.settings.get("outer_lr")
+        rows.append(
+            [
+                way.label,
+                str(job.period),
+                f"{job.lr:g}" + ("" if outer is None else f", {outer:g}"),
+                f"{way.steps:.0f}",
+                f"{way.seconds:.1f}",
+                number(None if ddp is None else ddp / way.seconds, 1),
+                number(way.seconds / fewest),
+                number(way.seconds / way.alone_s),
+                f"{way.overhead_s:.1f}",
+                "" if rate is None else f"{way.megabytes * 8e6 / rate:.1f}",
+                f"{way.megabytes:.1f}",
+            ]
+        )
+    head = ["contender", "H", "lr, outer lr", "steps", "s", "DDP ÷ it", "÷ fewest steps alone", "÷ its steps alone"]
+    return table([*head, "s above compute", "the link needs, s", "MB a worker"], rows)
+
+
+def bar(found: Sequence[Finish], link: str) -> str:
+    """Tell Cadenza's overhead against the best rival's."""
+    ours = [way for way in found if way.label.startswith("Cadenza")]
+    rivals = [way for way in found if way not in ours]
+    if not ours or not rivals:
+        return ""
+    best, rival = (min(ways, key=lambda way: way.seconds) for ways in (ours, rivals))
+    least = min(rivals, key=lambda way: way.overhead_s)
+    return (
+        f"Quickest of Cadenza: {best.label}, {best.overhead_s:.1f} s above compute; quickest rival: {rival.label}, "
+        f"{rival.overhead_s:.1f} s; the rival with the least above compute: {least.label}, {least.overhead_s:.1f} s. "
+        f"Cadenza's is {best.overhead_s / max(rival.overhead_s, 1e-9):.2f} and "
+        f"{best.overhead_s / max(least.overhead_s, 1e-9):.2f} of theirs."
+    )
+
+
+def utilisation(results: dict[str, Results], scale: Scale) -> str:
+    """Tell stall and the share of time that is compute, by link, at one period."""
+    times = Times([*results["timing"].runs, *results["utilisation"].runs], scale)
+    links = sorted({*scale.links, *scale.curve_links}, key=lambda link: -(bits_a_second(link) or 0))
+    rows = []
+    for label in plans.UTILISATION[1:]:
+        cells = []
+        for link in links:
+            step, alone = times.step(label, link), times.alone(link)
+            known = step is not None and alone is not None
+            cells.append(f"{100 * alone / step:.0f} % · {step - alone:.3f}" if known else "")
+        rows.append([label, *cells])
+    note = "Share of the time that is compute, and seconds of stall in a step (H = 16 where it is not DDP)."
+    return f"{note}\n\n{table(['contender', *links], rows)}"
+
+
+def sites(results: dict[str, Results], scale: Scale) -> str:
+    """Tell flat against hierarchical on two sites."""
+    times = Times(results["sites"].runs, scale)
+    links = list(dict.fromkeys(link for _, link in plans.sites(scale)))
+    rows = []
+    for label in plans.SITES:
+        row = [label]
+        for link in links:
+            step, alone = times.step(label, link), times.alone(link)
+            known = step is not None and alone is not None
+            row += [number(step, 3), number(step / alone) if known else ""]
+        sent = times.step(label, links[-1], what="bytes_sent")
+        rows.append([*row, number(None if sent is None else sent / 1e6)])
+    head = [cell for link in links for cell in (f"{link}: s a step", "÷ alone")]
+    return table(["contender", *head, "MB a step"], rows)
+
+
+def syncs(results: dict[str, Results], scale: Scale) -> str:
+    """Tell what one synchronisation takes, by size and by workers, and what it needs in memory."""
+    times = Times(results["syncs"].runs, scale)
+    middle = sorted(scale.millions)[len(scale.millions) // 2]
+    places = [(millions, plans.SYNC_LINK) for millions in scale.millions]
+    places += [(middle, f"{plans.SYNC_LINK} x{workers}") for workers in scale.workers if workers != 4]
+
+    def cost(label: str, millions: float, link: str) -> float | None:
+        own = times.of(plans.one_sync(label, millions), link, "elapsed_s")
+        alone = times.of(plans.one_sync("compute alone", millions), link, "elapsed_s")
+        return None if own is None or alone is None else own - alone
+
+    rows = [["the link allows, fp32", *(f"{1e3 * floor(millions, link):.0f}" for millions, link in places)]]
+    for label in plans.SYNCS[1:]:
+        costs = [cost(label, millions, link) for millions, link in places]
+        rows.append([label, *(number(None if value is None else 1e3 * value, 0) for value in costs)])
+    head = [f"{millions:g} M" + (f", {link.split('x')[1]} workers" if "x" in link else "") for millions, link in places]
+    return f"Milliseconds, at {plans.SYNC_LINK}, 4 workers if not said.\n\n{table(['contender', *head], rows)}"
+
+
+def floor(millions: float, link: str) -> float:
+    workers = int(link.split("x")[1]) if "x" in link else 4
+    sent = least_megabytes(ENTRIES["DDP"], round(millions * 1e6), workers, 1) * 1e6
+    return sent * 8 / (bits_a_second(link) or 1)
+
+
+def memory(results: dict[str, Results], scale: Scale) -> str:
+    """Tell the peak of the resident set above compute alone's, in copies of the model."""
+    largest = [millions for millions in scale.millions if millions >= 10] or list(scale.millions)
+    times = Times(results["syncs"].runs, scale)
+    rows = []
+    for label in plans.SYNCS[1:]:
+        row = [label]
+        for millions in largest:
+            job, alone = plans.one_sync(label, millions), plans.one_sync("compute alone", millions)
+            own, other = (times.of(j, plans.SYNC_LINK, "peak_bytes") for j in (job, alone))
+            extra = None if own is None or other is None else (own - other) * job.steps / (millions * 4e6)
+            row.append(number(extra))
+        rows.append(row)
+    return table(["contender", *(f"{millions:g} M: models above compute alone" for millions in largest)], rows)
+
+
+def losses(results: dict[str, Results], scale: Scale) -> str:
+    """Tell the loss at equal tokens, with the spread between seeds."""
+    ends: dict[str, list[float]] = {}
+    for label in plans.LOSSES:
+        runs = [results["losses"].find(job, link) for job, link in plans.losses(scale, [label])]
+        ends[label] = [run["curve"][-1][1] for run in runs if run is not None and run.get("curve")]
+    ddp = statistics.fmean(ends["DDP"]) if ends["DDP"] else None
+    rows = [
+        [
+            label,
+            number(statistics.fmean(values), 4),
+            number(statistics.stdev(values) if len(values) > 1 else None, 4),
+            "" if ddp is None else f"{100 * (statistics.fmean(values) / ddp - 1):+.2f} %",
+            str(len(values)),
+        ]
+        for label, values in ends.items()
+        if values
+    ]
+    return table(["strategy, codec", "held-out, nats", "± between seeds", "against DDP", "seeds"], rows)
+
+
+def headline(results: dict[str, Results], scale: Scale) -> str:
+    """Tell the short race: seconds a step on each link, and the loss after the same number of steps."""
+    kept = results["headline"]
+    times = Times(kept.runs, scale)
+    links = list(dict.fromkeys(link for _, link in plans.headline(scale) if link != "unlimited"))
+    ends = {job.method: kept.find(job, link) for job, link in plans.headline(scale) if link == "unlimited"}
+    rows = []
+    for label in plans.HEADLINE:
+        entry = ENTRIES[label]
+        row = [label]
+        for link in links:
+            step, alone, ddp = times.step(label, link), times.alone(link), times.step("DDP", link)
+            known = step is not None and alone is not None
+            row += [
+                number(step, 3),
+                number(step / alone) if known else "",
+                number(ddp / step, 1) if ddp and step else "",
+            ]
+        sent = times.step(label, links[-1], what="bytes_sent")
+        run = ends.get(ENTRIES[plans.SAME_CURVE.get(label, label)].method) or {}
+        loss = run["curve"][-1][1] if run.get("curve") else None
+        rows.append([*row, number(None if sent is None else sent * entry.timed_period / 1e6), number(loss, 3)])
+    head = [cell for link in links for cell in (f"{link}: s a step", "÷ compute alone", "DDP ÷ it")]
+    steps = scale.steps // 2
+    return table(["contender", *head, "MB a synchronisation", f"loss after {steps} steps"], rows)
+
+
+def trained(results: dict[str, Results], scale: Scale) -> str:
+    """Tell how every contender trained at each setting."""
+    rows = []
+    for job, link in plans.training(scale):
+        run = results["training"].find(job, link)
+        if run is not None:
+            settings = ", ".join(f"{key} {value}" for key, value in job.settings.items())
+            end = "failed" if "failed" in run else number(run["curve"][-1][1], 4)
+            rows.append([job.method, str(job.period), settings, f"{job.lr:g}", end])
+    return table(["method", "H", "settings", "lr", f"held-out after {scale.steps} steps"], rows, words=3)
+
+
+Telling = Callable[[dict[str, Results], Scale], str]
+SECTIONS: dict[str, tuple[tuple[str, ...], Telling]] = {
+    "headline": (("headline",), headline),
+    "to-loss": (("training", "timing"), to_loss),
+    "sites": (("sites",), sites),
+    "utilisation": (("timing", "utilisation"), utilisation),
+    "syncs": (("syncs",), syncs),
+    "memory": (("syncs",), memory),
+    "losses": (("losses",), losses),
+    "training": (("training",), trained),
+}
+
+
+def told(race: str, results: Results, scale: Scale) -> str:
+    """Return the tables that a race's results alone are enough for."""
+    return "\n\n".join(tell({race: results}, scale) for needed, tell in SECTIONS.values() if needed == (race,))
+
+
+def write(folder: Path, page: Path = PAGE, pictures: Path = PICTURES, scale: Scale = FULL) -> None:
+    """Put every table whose results are there between its markers in the page, and draw the charts."""
+    text = page.read_text()
+    for name, (needed, tell) in SECTIONS.items():
+        paths = {race: folder / f"race_{race}.json" for race in needed}
+        if all(path.exists() for path in paths.values()):
+            results = {race: Results(path) for race, path in paths.items()}
+            text = insert(text, name, f"{environment(paths.values())}\n\n{tell(results, scale)}")
+    page.write_text(text)
+    charts.draw(folder, pictures, scale)
+
+
+def environment(paths: Sequence[Path]) -> str:
+    return f"*{'; '.join(dict.fromkeys(json.loads(path.read_text())['environment'] for path in paths))}.*"
+
+
+def insert(text: str, name: str, content: str) -> str:
+    """Return a page with what is between a section's markers replaced; as it was if it has no such markers."""
+    begin, end = f"<!-- race:{name} -->", f"<!-- /race:{name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    return pattern.sub(lambda _: f"{begin}\n\n{content}\n\n{end}", text)
