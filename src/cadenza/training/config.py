@@ -96,7 +96,11 @@ class StrategySettings(Settings):
 
 
 class LaunchSettings(Settings):
-    """Where workers run; the words mean what they mean to torchrun."""
+    """Where workers run; the words mean what they mean to torchrun.
+
+    >>> LaunchSettings(workers=2).nnodes
+    '1'
+    """
 
     workers: _Number = Field(default=4, description="Workers on each node (torchrun: --nproc-per-node).")
     nnodes: str = Field(default="1", description='Nodes, or a range such as "2:4".', pattern=r"^\d+(:\d+)?$")
@@ -114,20 +118,32 @@ class LaunchSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    """When the held-out loss of the workers' average is measured; always at the end."""
+    """When the held-out loss of the workers' average is measured; always at the end.
+
+    >>> EvaluateSettings(every=0).every
+    0
+    """
 
     every: _Count = Field(default=40, description="Steps between evaluations; 0: only at the end.")
 
 
 class CheckpointSettings(Settings):
-    """When all workers save what they need to go on; always at the end and when they are interrupted."""
+    """When all workers save what they need to go on; always at the end and when they are interrupted.
+
+    >>> CheckpointSettings().keep
+    3
+    """
 
     every: _Count = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
     keep: _Number = Field(default=3, description="How many whole checkpoints are kept.")
 
 
 class LogSettings(Settings):
-    """What is written beside the metrics."""
+    """What is written beside the metrics.
+
+    >>> LogSettings().tensorboard
+    True
+    """
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
 

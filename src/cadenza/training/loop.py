@@ -39,7 +39,16 @@ _logger = logging.getLogger("cadenza")
 def run_worker(folder: str | Path) -> str:
     """Train as one worker of a run; return "finished" or "interrupted".
 
-    What goes wrong is written to the run's metrics, and raised.
+    What goes wrong is written to the run's metrics, and raised. A process that no launcher started is a run's only
+    worker.
+
+    >>> import tempfile
+    >>> from cadenza.training.runs import create
+    >>> tiny = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 1, "held_out_windows": 4}
+    >>> config = Config(steps=2, options=tiny).with_(**{"log.tensorboard": False})
+    >>> run = create(Path(tempfile.mkdtemp()) / "first", config)
+    >>> run_worker(run.folder), run.summary()["steps"]
+    ('finished', 2)
     """
     run = open_run(folder)
     config = run.config()

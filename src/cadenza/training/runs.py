@@ -115,7 +115,12 @@ class Run:
 
 
 def create(folder: str | Path, config: Config) -> Run:
-    """Make the folder of a new run, with its configuration and what is known of this machine."""
+    """Make the folder of a new run, with its configuration and what is known of this machine.
+
+    >>> import tempfile
+    >>> create(Path(tempfile.mkdtemp()) / "first", Config()).config_file.name
+    'config.toml'
+    """
     run = Run(Path(folder))
     if run.folder.exists() and (not run.folder.is_dir() or any(run.folder.iterdir())):
         raise UsageError(
