@@ -16,11 +16,16 @@ __all__ = ["report"]
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN…", help="The folders of one or more runs.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN", help="The folders of one or more runs.", show_default=False)
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.  [default: RUN/report.html]"),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where to write the page: if not told, RUN/report.html, and of several runs comparison.html here.",
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
