@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     import torch
 
     from cadenza.cli.bench.contest import Case
+    from cadenza.cli.doctor.meeting import Place
 
 __all__ = ["bench"]
 
 _MOST_WORKERS = 64
+_MEETING_S = 60.0
+_HELP = "`cadenza doctor`, started in the same way, tells what is in the way."
 
 
 def bench(
@@ -39,21 +42,23 @@ def bench(
     Alone it starts workers on this machine: cadenza bench --workers 4. On your cluster, on every node as you would
     start training: torchrun --nproc-per-node 4 -m cadenza.cli.bench.
     """
-    on_a_rank = "RANK" in os.environ
+    from cadenza.cli.doctor.meeting import Place
+
     try:
+        place = Place.from_environment(os.environ)
         given = [name for part in codec or ["fp32,int8,e3m0"] for name in part.split(",")]
         case = _check(parameters, tensors, dtype, given, repeats)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_a_rank else _check_workers(workers)
+        here = _check_workers(workers) if place is None else _ranks_here(place)
         device = _check_backend(backend)
         _check_memory(case, here, device)
     except UsageError:
         if os.environ.get("RANK", "0") != "0":
             raise typer.Exit(2) from None  # rank 0 says it
         raise
-    if on_a_rank:
-        _contend(case, backend, device, as_json)
-    else:
+    if place is None:
         _start(workers, _words(case, backend, as_json))
+    else:
+        _contend(place, case, backend, device, as_json)
 
 
 def _check(parameters: str, tensors: int, dtype: str, codecs: list[str], repeats: int) -> Case:
@@ -81,6 +86,12 @@ def _check_workers(workers: int) -> int:
     if not 2 <= workers <= _MOST_WORKERS:
         raise UsageError(f"--workers is between 2 and {_MOST_WORKERS} on one machine; got {workers}.")
     return workers
+
+
+def _ranks_here(place: Place) -> int:
+    if place.ranks < 2:
+        raise UsageError("One rank has nobody to synchronise with: start at least two.")
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _check_backend(backend: str) -> torch.device:
@@ -151,7 +162,33 @@ def _start(workers: int, words: list[str]) -> None:
         raise typer.Exit(128 + error.sigval) from None
 
 
-def _contend(case: Case, backend: str, device: torch.device, as_json: bool) -> None:
+def _meet(place: Place, backend: str) -> None:
+    """Make the process group, once all ranks are known to be there."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from cadenza.cli.doctor.meeting import muted, open_store
+
+    with muted():
+        store = open_store(place, _MEETING_S)
+        store.set(f"bench/{place.rank}", "here")
+        for rank in range(place.ranks):
+            try:
+                store.wait([f"bench/{rank}"], timedelta(seconds=_MEETING_S))
+            except (dist.DistStoreError, dist.DistNetworkError):
+                raise TransportError(
+                    f"Rank {rank} of {place.ranks} did not come within {_MEETING_S:g} s. {_HELP}"
+                ) from None
+        try:
+            kinds = "gloo" if backend == "gloo" else f"cpu:gloo,cuda:{backend}"
+            dist.init_process_group(kinds, store=store, rank=place.rank, world_size=place.ranks)
+            dist.barrier()
+        except RuntimeError as error:
+            raise TransportError(f"The ranks cannot be connected: {str(error).splitlines()[0]}. {_HELP}") from error
+
+
+def _contend(place: Place, case: Case, backend: str, device: torch.device, as_json: bool) -> None:
     """Take part as one rank; rank 0 prints what came out."""
     import torch.distributed as dist
     from rich.console import Console
@@ -159,26 +196,16 @@ def _contend(case: Case, backend: str, device: torch.device, as_json: bool) -> N
     from cadenza.cli.bench.contest import hold, way
     from cadenza.cli.bench.showing import show, to_plain
 
+    _meet(place, backend)
     try:
-        dist.init_process_group(backend)
-        dist.barrier()
-    except (RuntimeError, ValueError) as error:
-        raise TransportError(
-            f"The ranks could not meet: {str(error).splitlines()[0]}. `cadenza doctor`, started in the same way, tells "
-            "what is in the way."
-        ) from error
-    try:
-        ranks = dist.get_world_size()
-        if ranks < 2:
-            raise UsageError("One rank has nobody to synchronise with: start at least two.")
-        first = dist.get_rank() == 0
+        first = place.rank == 0
         with Console(stderr=True, quiet=not first).status("") as status:
             results = hold(case, device, lambda text: status.update(f"{text} …"))
             path = way()
         if first and as_json:
-            print(json.dumps(to_plain(case, results, ranks, path), indent=1), flush=True)
+            print(json.dumps(to_plain(case, results, place.ranks, path), indent=1), flush=True)
         elif first:
-            show(case, results, ranks, path, Console())
+            show(case, results, place.ranks, path, Console())
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -91,10 +91,15 @@ class Attached:
     def __call__(self) -> None:
         self._sync.step()
 
+    def close(self) -> None:
+        """Let the process groups go."""
+        self._sync.close()
+
 
 def hold(case: Case, device: torch.device, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Let the contenders take turns on this rank; every rank calls this, and all get about the same figures."""
-    Attached(Model(1000, 1, torch.float32, device), "fp32")()  # loads what whoever comes first would be charged for
+    with contextlib.closing(Attached(Model(1000, 1, torch.float32, device), "fp32")) as first:
+        first()  # loads what whoever comes first would be charged for
     model = Model(case.parameters, case.tensors, DTYPES[case.dtype], device)
     start = [parameter.detach().clone() for parameter in model.parameters()]
     sent, memory = {}, {}
@@ -110,6 +115,9 @@ def hold(case: Case, device: torch.device, tell: Callable[[str], None] = lambda 
         for name, action in actions.items():
             tell(f"repeat {repeat + 1} of {case.repeats}: {name}")
             times[name].append(_timed(action, model, start, device))
+    for action in actions.values():
+        if isinstance(action, Attached):
+            action.close()
     return [Result(name, tuple(times[name]), sent[name], memory[name]) for name in actions]
 
 

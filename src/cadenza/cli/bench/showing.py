@@ -21,9 +21,11 @@ __all__ = ["show", "to_plain"]
 def show(case: Case, results: Sequence[Result], ranks: int, way: str, console: Console) -> None:
     """Print the table, and how to read it."""
     times = {result.name: result.seconds for result in results}
+    threads = torch.get_num_threads()
     console.print(
-        f"[bold]cadenza bench[/bold]: {case.parameters / 1e6:g} M {case.dtype} parameters in {case.tensors} tensors on "
-        f"{ranks} ranks; medians of {case.repeats}, taken in turns (cadenza {__version__}, torch {torch.__version__})",
+        f"[bold]cadenza bench[/bold]: {case.parameters / 1e6:g} M {case.dtype} parameters in {case.tensors} tensors, "
+        f"{ranks} ranks of {threads} thread{'s' * (threads > 1)}, medians of {case.repeats} turns "
+        f"(cadenza {__version__}, torch {torch.__version__})",
         highlight=False,
     )
     table = Table(box=SIMPLE)
@@ -75,6 +77,7 @@ def to_plain(case: Case, results: Sequence[Result], ranks: int, way: str) -> dic
         "versions": {"cadenza": __version__, "torch": torch.__version__},
         "case": asdict(case),
         "ranks": ranks,
+        "threads": torch.get_num_threads(),
         "way": way,
         "results": [
             {

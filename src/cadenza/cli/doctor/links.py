@@ -66,7 +66,7 @@ def pairs(ranks: int, first: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
     So, if the time is up before the pairs are, every rank has been measured about as often.
 
     >>> list(pairs(4, first=[2]))
-    [(0, 2), (0, 3), (1, 2), (1, 3), (0, 1), (2, 3)]
+    [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (0, 1)]
     """
     seen = {(0, rank) for rank in first}
     yield from sorted(seen)

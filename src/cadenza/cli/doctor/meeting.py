@@ -10,11 +10,12 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ __all__ = ["Conductor", "Place", "muted", "open_store", "reaching", "serve"]
 
 Order = Mapping[str, Any]
 Perform = Callable[[Order], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,25 +111,43 @@ def open_store(place: Place, timeout_s: float) -> dist.Store:
     Raises:
         TransportError: It cannot be opened or reached in time; says what to look at.
     """
-    timeout = timedelta(seconds=timeout_s)
     hosting = place.rank == 0 and not place.agent
     if not hosting:
         _wait_for_store(place, timeout_s)
-    try:
-        # The one who hosts it needs no way through the network to it; whether others have one is looked at later.
-        address = "127.0.0.1" if hosting else place.master
-        store = dist.TCPStore(address, place.port, is_master=hosting, wait_for_workers=False, timeout=timeout)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if hosting:
-            raise TransportError(
-                f"Rank 0 cannot open its store at MASTER_PORT={place.port}: {_first_line(error)}. If the port is in "
-                "use, give another one to all ranks (MASTER_PORT, or torchrun --master-port)."
-            ) from error
+    # The one who hosts it needs no way through the network to it; whether others have one is looked at later.
+    address = "127.0.0.1" if hosting else place.master
+    found = _in_time(lambda: _store(address, place.port, hosting, timeout_s), timeout_s)
+    if isinstance(found, dist.Store):
+        return dist.PrefixStore(f"cadenza {place.attempt}", found)
+    why = "no answer" if found is None else _first_line(found)
+    if hosting and "EADDRINUSE" in why:
         raise TransportError(
-            f"Rank {place.rank} reached {place.master}:{place.port}, but no store of torch answers there: "
-            f"{_first_line(error)}. Is another program using MASTER_PORT?"
-        ) from error
-    return dist.PrefixStore(f"cadenza doctor {place.attempt}", store)
+            f"Rank 0 cannot open its store: MASTER_PORT={place.port} is in use by another program. Give another one to "
+            "all ranks (MASTER_PORT, or torchrun --master-port), or end that program."
+        )
+    if hosting:
+        raise TransportError(f"Rank 0 cannot open its store at MASTER_PORT={place.port}: {why}.")
+    raise TransportError(
+        f"Rank {place.rank} reached {place.master}:{place.port}, but no store of torch answers there: {why}. Does "
+        "another program use MASTER_PORT?"
+    )
+
+
+def _store(address: str, port: int, hosting: bool, timeout_s: float) -> dist.Store | Exception:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return dist.TCPStore(address, port, is_master=hosting, wait_for_workers=False, timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        return error
+
+
+def _in_time(action: Callable[[], T], timeout_s: float) -> T | None:
+    """Return the action's result, or None if it takes too long: torch waits without end for what is no store."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(action()), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return results[0] if results else None
 
 
 def _wait_for_store(place: Place, timeout_s: float) -> None:
