@@ -15,7 +15,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 _PROGRAMS = {"chromium": "chromium", "chromedriver": "chromium-driver"}  # and the packages that they are in
-_OPTIONS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1280,900")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1280,900")
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def opened_browser() -> Iterator[webdriver.Chrome]:
     if reason is not None:
         raise RuntimeError(f"The browser {reason}.")
     options = webdriver.ChromeOptions()
-    for option in _OPTIONS:
+    for option in OPTIONS:
         options.add_argument(option)
     options.binary_location = str(shutil.which("chromium"))
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
