@@ -40,8 +40,14 @@ __all__ = [
     "read_config",
 ]
 
-# The default run's strategy: gentler than the paper's, whose outer learning rate is meant for longer periods.
-DEFAULT_STRATEGY: dict[str, Any] = {"name": "diloco", "codec": "int8", "period": 16, "outer_lr": 0.4}
+# The default run's strategy: less outer momentum than the paper's, which is meant for longer periods and more rounds.
+DEFAULT_STRATEGY: dict[str, Any] = {
+    "name": "diloco",
+    "codec": "int8",
+    "period": 16,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.8,
+}
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[int, Field(ge=1)]
@@ -124,7 +130,7 @@ class EvaluateSettings(Settings):
     0
     """
 
-    every: _Count = Field(default=40, description="Steps between evaluations; 0: only at the end.")
+    every: _Count = Field(default=200, description="Steps between evaluations; 0: only at the end.")
 
 
 class CheckpointSettings(Settings):
@@ -134,7 +140,7 @@ class CheckpointSettings(Settings):
     3
     """
 
-    every: _Count = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
+    every: _Count = Field(default=500, description="Steps between checkpoints; 0: only at the end.")
     keep: _Number = Field(default=3, description="How many whole checkpoints are kept.")
 
 
@@ -156,7 +162,7 @@ class Config(Settings):
     """
 
     task: str = Field(default="cadenza.training.standard_library_gpt:build", description='"package.module:function".')
-    steps: _Number = Field(default=400, description="Optimizer steps of each worker.")
+    steps: _Number = Field(default=2000, description="Optimizer steps of each worker.")
     seed: int = Field(default=1, ge=0, lt=2**31, description="What random numbers begin with.")
     options: dict[str, Any] = Field(default_factory=dict, description="What the task makes of it.")
     strategy: StrategySettings = Field(default_factory=lambda: StrategySettings(**DEFAULT_STRATEGY))

@@ -35,17 +35,17 @@ __all__ = ["Corpus", "Options", "Windows", "build", "held_out_loss", "rate_at"]
 class Options(Settings):
     """The task's [options], and their defaults.
 
-    >>> Options(width=64).layers
-    4
+    >>> Options(width=128).layers
+    3
     """
 
-    layers: int = Field(default=4, ge=1, description="Transformer blocks.")
-    width: int = Field(default=128, ge=1, description="Size of a token's vector.")
+    layers: int = Field(default=3, ge=1, description="Transformer blocks.")
+    width: int = Field(default=64, ge=1, description="Size of a token's vector.")
     heads: int = Field(default=4, ge=1, description="Attention heads; they divide the width.")
     context: int = Field(default=128, ge=1, le=65536, description="Bytes that the model sees at once.")
-    batch: int = Field(default=4, ge=1, description="Windows of that many bytes in a worker's step.")
-    lr: float = Field(default=3e-3, gt=0, description="AdamW's largest learning rate.")
-    lr_warmup: int = Field(default=40, ge=0, description="Steps in which the learning rate rises to it.")
+    batch: int = Field(default=8, ge=1, description="Windows of that many bytes in a worker's step.")
+    lr: float = Field(default=1e-3, gt=0, description="AdamW's largest learning rate.")
+    lr_warmup: int = Field(default=64, ge=0, description="Steps in which the learning rate rises to it.")
     lr_floor: float = Field(default=0.1, ge=0, le=1, description="The share of it that the cosine falls to.")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's weight decay.")
     clip_gradients: float = Field(default=1.0, gt=0, description="The largest norm of the gradients.")

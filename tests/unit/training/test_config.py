@@ -142,7 +142,7 @@ def test_a_period_may_change_over_time() -> None:
         ({"widht": 64}, ["options.widht", 'Did you mean "options.width"?', "Allowed: layers, width"]),
         ({"lr": "fast"}, ["options.lr", '"fast"', "number"]),
         ({"lr": -1.0}, ["options.lr = -1.0", "greater than 0"]),
-        ({"heads": 3}, ["3 heads", "width 128"]),
+        ({"heads": 3}, ["3 heads", "width 64"]),
     ],
 )
 def test_a_tasks_options_are_checked_alike(options: dict[str, Any], said: list[str]) -> None:
