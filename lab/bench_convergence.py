@@ -6,9 +6,9 @@
 
 Four workers under torchrun on this machine, a byte-level GPT (lab/gpt.py) on the standard library's sources. A worker's
 batches depend on its rank alone, so every method sees the same tokens. The inner optimizer, its schedule and the
-initial values are the same for all. Methods with an outer learning rate get the same sweep over it, at a shorter run;
-the best value of each is then used at full length. The held-out loss is that of the workers' average, also between
-rounds. Curves need matplotlib.
+initial values are the same for all. DiLoCo's outer learning rate and momentum are swept; a second table shows what
+other inner learning rates make of it. The held-out loss is that of the workers' average, also between rounds. Curves
+need matplotlib.
 """
 
 from __future__ import annotations
@@ -38,59 +38,56 @@ RESULTS = HERE / "results" / "convergence.json"
 PICTURE = HERE.parent / "docs" / "img" / "convergence.svg"
 PERIOD = 16
 WORKERS = 4
-OUTER_LRS = (0.1, 0.2, 0.4, 0.7, 1.0)
+SHAPE = Shape(layers=3, width=64, heads=4)
+# The outer learning rate and momentum are chosen for DiLoCo in fp32; the codecs and the streaming kind take the same.
+OUTER = ((0.7, 0.9), (1.0, 0.5), (0.8, 0.8), (1.0, 0.8))
+# For the question how much depends on the inner learning rate.
+INNER_LRS = (3e-3, 1e-2)
 
 
 @dataclass(frozen=True)
 class Settings:
     """What is the same for all methods."""
 
-    steps: int = 640
-    batch: int = 4  # a worker, a step
-    lr: float = 3e-3
+    steps: int = 1024
+    batch: int = 8  # a worker, a step
+    lr: float = 1e-3
     warmup: int = 64
     weight_decay: float = 0.1
-    evaluations: int = 10
+    evaluations: int = 8
     windows: int = 256  # of held-out text, in mid-run; four times as many at the end
     seed: int = 1
 
 
-Factory = Callable[[float], cadenza.Strategy]
+Outer = tuple[float, float]
+Factory = Callable[[Outer], cadenza.Strategy]
 
-# Without an outer learning rate, the factory ignores it. None: DistributedDataParallel, gradients averaged every step.
+# None: DistributedDataParallel, gradients averaged in every step.
 METHODS: dict[str, Factory | None] = {
     "ddp": None,
     "local_sgd": lambda _: cadenza.local_sgd(PERIOD),
-    "local_sgd_h1": lambda _: cadenza.local_sgd(1),
     "hierarchical": lambda _: cadenza.hierarchical({4: 2, PERIOD: "all"}),
-    "diloco": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr),
-    "diloco_warmup": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, warmup_steps=10 * PERIOD),
-    "diloco_int8": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.int8()),
-    "diloco_int8_ef": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.error_feedback(codecs.int8())),
-    "diloco_e3m0": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.e3m0()),
-    "diloco_e3m0_ef": lambda lr: cadenza.diloco(PERIOD, outer_lr=lr, codec=codecs.error_feedback(codecs.e3m0())),
-    "streaming_fp32": lambda lr: streaming(lr, codecs.fp32()),
-    "streaming": lambda lr: streaming(lr, codecs.e3m0()),
-    "slowmo": lambda lr: cadenza.slowmo(PERIOD, alpha=lr),
-    "sparse_loco": lambda lr: cadenza.sparse_loco(PERIOD, outer_lr=lr),
+    "diloco": lambda outer: diloco(outer, codecs.fp32()),
+    "diloco_int8": lambda outer: diloco(outer, codecs.int8()),
+    "diloco_int8_ef": lambda outer: diloco(outer, codecs.error_feedback(codecs.int8())),
+    "diloco_e3m0": lambda outer: diloco(outer, codecs.e3m0()),
+    "diloco_e3m0_ef": lambda outer: diloco(outer, codecs.error_feedback(codecs.e3m0())),
+    "streaming_fp32": lambda outer: streaming(outer, codecs.fp32()),
+    "streaming": lambda outer: streaming(outer, codecs.e3m0()),
+    "slowmo": lambda _: cadenza.slowmo(PERIOD, beta=0.6),
+    "sparse_loco": lambda _: cadenza.sparse_loco(PERIOD),
 }
-# Whose sweep chooses a method's outer learning rate: codecs are compared with fp32 at the same one.
-TUNED_BY = {
-    "diloco": "diloco",
-    "diloco_warmup": "diloco",
-    "diloco_int8": "diloco",
-    "diloco_int8_ef": "diloco",
-    "diloco_e3m0": "diloco",
-    "diloco_e3m0_ef": "diloco",
-    "streaming_fp32": "streaming",
-    "streaming": "streaming",
-    "slowmo": "slowmo",
-    "sparse_loco": "sparse_loco",
-}
+TUNED = ("diloco", "streaming")  # how the names of methods begin that take the outer settings that were chosen
 
 
-def streaming(lr: float, codec: codecs.Codec) -> cadenza.Strategy:
-    return cadenza.streaming_diloco(PERIOD, outer_lr=lr, layers=1, delay=2, codec=codec)
+def diloco(outer: Outer, codec: codecs.Codec) -> cadenza.Strategy:
+    lr, momentum = outer
+    return cadenza.diloco(PERIOD, outer_lr=lr, outer_momentum=momentum, codec=codec)
+
+
+def streaming(outer: Outer, codec: codecs.Codec) -> cadenza.Strategy:
+    lr, momentum = outer
+    return cadenza.streaming_diloco(PERIOD, outer_lr=lr, outer_momentum=momentum, layers=1, delay=2, codec=codec)
 
 
 # ---- one run, on one rank -------------------------------------------------------------------------------------------
@@ -99,11 +96,11 @@ def streaming(lr: float, codec: codecs.Codec) -> cadenza.Strategy:
 class Trainer:
     """One method's run on this rank."""
 
-    def __init__(self, method: str, outer_lr: float, settings: Settings, corpus: Corpus) -> None:
+    def __init__(self, method: str, outer: Outer, settings: Settings, corpus: Corpus) -> None:
         self.settings, self.corpus = settings, corpus
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(settings.seed)
-        self.model: torch.nn.Module = GPT()
+        self.model: torch.nn.Module = GPT(SHAPE)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
@@ -113,7 +110,7 @@ class Trainer:
         if factory is None:
             self.model = torch.nn.parallel.DistributedDataParallel(self.model)
         else:
-            strategy = factory(outer_lr)
+            strategy = factory(outer)
             self.sync = cadenza.attach(self.model, self.optimizer, strategy, observers=[self.rounds.append])
 
     def run(self) -> dict[str, Any]:
@@ -184,10 +181,10 @@ def mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def run_on_this_rank(method: str, outer_lr: float, settings: Settings) -> None:
+def run_on_this_rank(method: str, outer: Outer, settings: Settings) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = Trainer(method, outer_lr, settings, Corpus.standard_library()).run()
+    result = Trainer(method, outer, settings, Corpus.standard_library()).run()
     if dist.get_rank() == 0:
         print(json.dumps(result))
     dist.destroy_process_group()
@@ -196,32 +193,39 @@ def run_on_this_rank(method: str, outer_lr: float, settings: Settings) -> None:
 # ---- all runs -------------------------------------------------------------------------------------------------------
 
 
-def train(method: str, outer_lr: float, settings: Settings) -> dict[str, Any]:
+def train(known: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    command += [__file__, "--job", json.dumps([method, outer_lr, asdict(settings)])]
+    command += [__file__, "--job", json.dumps(known)]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{method} failed:\n{done.stderr[-4000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    return {"method": method, "outer_lr": outer_lr, "settings": asdict(settings), **result}
+        raise SystemExit(f"{known['method']} failed:\n{done.stderr[-4000:]}")
+    return {**known, **json.loads(done.stdout.splitlines()[-1])}
 
 
 class Results:
     """The runs done so far, kept in a file, so that an interrupted benchmark goes on where it was."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, frozen: bool = False) -> None:
+        self._path, self._frozen = path, frozen
         self.runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
 
-    def get(self, method: str, outer_lr: float, settings: Settings) -> dict[str, Any]:
-        known = {"method": method, "outer_lr": outer_lr, "settings": asdict(settings)}
+    def get(self, method: str, outer: Outer, settings: Settings) -> dict[str, Any] | None:
+        """Return a run, done now if it is not known yet; None if it is not and nothing new is to be done."""
+        known = {
+            "method": method,
+            "outer": list(outer) if method.startswith(TUNED) else None,
+            "settings": asdict(settings),
+        }
         for run in self.runs:
             if all(run[key] == value for key, value in known.items()):
                 return run
-        run = train(method, outer_lr, settings)
-        print(f"{method:16} outer lr {outer_lr:<4} {run['held_out']:.4f} nats, {run['seconds']:.0f} s", flush=True)
+        if self._frozen:
+            return None
+        run = train(known)
+        facts = f"{method:16} {known['outer']} lr {settings.lr:g}"
+        print(f"{facts}: {run['held_out']:.4f} nats, {run['seconds']:.0f} s", flush=True)
         self.runs.append(run)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         note = f"torch {torch.__version__}, {os.cpu_count()} cores"
@@ -230,19 +234,28 @@ class Results:
         return run
 
 
-def best_outer_lr(method: str, results: Results, settings: Settings) -> float:
-    """Return the outer learning rate whose shorter run ended lowest; 0 for a method that has none."""
-    if method not in TUNED_BY:
-        return 0.0
-    short = replace(settings, steps=settings.steps // 2 // PERIOD * PERIOD, evaluations=1)
-    runs = {lr: results.get(TUNED_BY[method], lr, short)["held_out"] for lr in OUTER_LRS}
-    return min(runs, key=lambda lr: runs[lr])
+def best_outer(results: Results, settings: Settings) -> Outer:
+    """Return the outer settings with which DiLoCo in fp32 ended lowest."""
+    runs = {outer: results.get("diloco", outer, settings) for outer in OUTER}
+    return min((outer for outer, run in runs.items() if run), key=lambda outer: runs[outer]["held_out"])
+
+
+def sweeps(results: Results, settings: Settings) -> str:
+    """Return what DiLoCo's outer settings and the inner learning rate make of the result, in Markdown."""
+    lines = ["| inner lr | DDP, nats | " + " | ".join(f"DiLoCo {lr:g}, {mu:g}" for lr, mu in OUTER) + " |"]
+    lines.append("| ---: |" + " ---: |" * (1 + len(OUTER)))
+    for rate in (settings.lr, *INNER_LRS):
+        there = replace(settings, lr=rate)
+        runs = [results.get("ddp", OUTER[0], there), *(results.get("diloco", outer, there) for outer in OUTER)]
+        lines.append(f"| {rate:g} | " + " | ".join(f"{run['held_out']:.4f}" if run else "" for run in runs) + " |")
+    return "\n".join(lines)
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """Return the comparison with DDP, and of each codec with its own fp32, in Markdown."""
     lines = [
-        "| method | outer lr | held-out, nats | bits a byte | against DDP | against its own fp32 | MB sent | × less |"
+        "| method | outer lr, momentum | held-out, nats | bits a byte | against DDP "
+        "| against its own fp32 | MB sent | × less |"
     ]
     lines.append("| --- |" + " ---: |" * 7)
     for method, run in runs.items():
@@ -252,7 +265,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         )
         cells = [
             method,
-            f"{run['outer_lr']:g}" if method in TUNED_BY else "",
+            ", ".join(f"{number:g}" for number in run["outer"] or ()),
             f"{loss:.4f}",
             f"{loss / 0.6931472:.3f}",
             percent(loss, runs.get("ddp")),
@@ -303,16 +316,15 @@ def main() -> None:
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:
-        method, outer_lr, settings = arguments.job
-        run_on_this_rank(method, outer_lr, Settings(**settings))
+        job = arguments.job
+        run_on_this_rank(job["method"], tuple(job["outer"] or OUTER[0]), Settings(**job["settings"]))
         return
-    settings, results = Settings(steps=arguments.steps), Results(arguments.results)
-    if arguments.report:
-        done = {run["method"]: run for run in results.runs if run["settings"] == asdict(settings)}
-        runs = {method: done[method] for method in arguments.only if method in done}
-    else:
-        runs = {m: results.get(m, best_outer_lr(m, results, settings), settings) for m in arguments.only}
+    settings, results = Settings(steps=arguments.steps), Results(arguments.results, frozen=arguments.report)
+    outer = best_outer(results, settings)
+    done = {method: results.get(method, outer, settings) for method in arguments.only}
+    runs = {method: run for method, run in done.items() if run}
     print(table(runs))
+    print(sweeps(Results(arguments.results, frozen=arguments.report or "ddp" not in arguments.only), settings))
     draw(runs, arguments.picture)
 
 
