@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +26,7 @@ from cadenza.errors import DisagreementError, TransportError
 __all__ = ["HEADER_BYTES", "Header", "Stance", "Vote", "disagreement"]
 
 HEADER_BYTES = 64
-_LAYOUT = struct.Struct("<4s???xq16sdddI4x")
+_LAYOUT = struct.Struct("<4s????q16sdddI4x")
 _MAGIC = b"CDZ1"
 
 
@@ -47,6 +48,7 @@ class Header:
     norm2: float = 0.0
     speed: float = 0.0
     steps: int = 0
+    poisoned: bool = False
 
     @property
     def intent(self) -> tuple[int, bytes, bool, bool]:
@@ -59,6 +61,7 @@ class Header:
             self.able,
             self.atomic,
             self.exhausted,
+            self.poisoned,
             self.step,
             self.digest,
             self.weight,
@@ -69,13 +72,13 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, atomic, exhausted, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
+        magic, able, atomic, exhausted, poisoned, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps)
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, poisoned)
 
 
 @dataclass(frozen=True)
@@ -175,10 +178,13 @@ class Vote:
         self._members = members
         self._timeout = timedelta(seconds=timeout_s)
 
-    def ready(self) -> bool:
-        """Mark this member ready and return the verdict: True to commit, False to leave everything as it is."""
+    def ready(self, hopeless: Callable[[], bool] | None = None) -> bool:
+        """Mark this member ready and return the verdict: True to commit, False to leave everything as it is.
+
+        `hopeless` says, while this member waits, whether another one will certainly not come any more.
+        """
         try:
-            committed = self._verdict() == "commit"
+            committed = self._verdict(hopeless) == "commit"
             self._leave()
         except RuntimeError as error:
             raise TransportError(
@@ -196,13 +202,23 @@ class Vote:
         """Ask for an end, now: abort unless the others have committed already; return whether they have."""
         return self._decide("abort") == "commit"
 
-    def _verdict(self) -> str:
+    def _verdict(self, hopeless: Callable[[], bool] | None) -> str:
         if self._store.add(self._ready_key, 1) == self._members:
             return self._decide("commit")
+        if hopeless is not None:
+            return self._watch(hopeless)
         try:
             self._store.wait([self._verdict_key], self._timeout)
         except RuntimeError:  # time ran out, or the store is gone and says so again below
             return self._decide("abort")
+        return bytes(self._store.get(self._verdict_key)).decode()
+
+    def _watch(self, hopeless: Callable[[], bool]) -> str:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not self._store.check([self._verdict_key]):
+            if time.monotonic() >= deadline or hopeless():
+                return self._decide("abort")
+            time.sleep(0.002)
         return bytes(self._store.get(self._verdict_key)).decode()
 
     def _decide(self, verdict: str) -> str:

@@ -12,6 +12,8 @@
     ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
     ├── CheckpointError         a saved state that is damaged or does not fit (also a ValueError)
     ├── TransportError          a peer or the network failed                 (also a RuntimeError)
+    │   └── StoreLostError      the store in which workers meet cannot be reached
+    ├── TurnedAwayError         this worker may not take part                (also a RuntimeError)
     ├── UsageError              bad input by the person at the command line  (also a ValueError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
         ├── RoundAbortedError   they are as they were, on every rank
@@ -34,8 +36,10 @@ __all__ = [
     "NothingToAverageError",
     "RoundAbortedError",
     "RoundError",
+    "StoreLostError",
     "TopologyError",
     "TransportError",
+    "TurnedAwayError",
     "UnsupportedModelError",
     "UnsupportedTensorError",
     "UsageError",
@@ -80,6 +84,14 @@ class CheckpointError(CadenzaError, ValueError):
 
 class TransportError(CadenzaError, RuntimeError):
     """A peer ended, did not answer in time, or the network failed."""
+
+
+class StoreLostError(TransportError):
+    """The store in which workers meet cannot be reached; it may come back."""
+
+
+class TurnedAwayError(CadenzaError, RuntimeError):
+    """The others will not train with this worker: another model, another job, a wrong secret, or its place is taken."""
 
 
 class UsageError(CadenzaError, ValueError):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ class Flight:
         inner_lrs: The learning rates at the launch.
         samples: The samples that this worker had used at the launch.
         drift: How far the workers had moved apart, once the passage is over and if it is measured.
+        passage: What the round was, once it is over; something else where it failed and training goes on.
     """
 
     level: int
@@ -46,7 +48,7 @@ class Flight:
     origins: list[torch.Tensor] | None = None
     alpha: float = 0.0
     inner_lrs: dict[str, float] = field(default_factory=dict)
-    passage: Future[Passage] = field(default_factory=Future)
+    passage: Future[Any] = field(default_factory=Future)
     samples: float = 0.0
     stall_s: float = 0.0
     drift: float | None = None

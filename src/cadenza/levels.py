@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,7 +28,7 @@ class LevelGroup:
 
     plan: LevelPlan
     name: str
-    group_ref: weakref.ref[dist.ProcessGroup]
+    group_ref: Callable[[], dist.ProcessGroup | None]
     transport: Transport
     stage: Stage | None = None
 

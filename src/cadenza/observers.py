@@ -234,6 +234,8 @@ def _curves(report: RoundReport) -> dict[str, float]:
 
 def _line(report: RoundReport) -> str:
     """Say in one line what a person who watches the run wants to know of a round."""
+    if report.kind == "failed":
+        return f"step {report.step}: the round of {report.fragment_name} failed, nothing was changed: {report.reason}"
     parts = [
         f"level {report.level_name or report.level}",
         f"fragment {report.fragment_name or report.fragment}",

@@ -42,7 +42,9 @@ class RoundReport:
         codec_error: ‖decoded − δ‖ / ‖δ‖ of the same contribution; None if the codec is exact or the difference 0.
         weights: The weight of each participant in the mean, in the order of `participants`.
         participants: The global ranks whose contributions the mean is made of, ascending.
-        kind: What sort of event is reported: "round".
+        reason: Why the round failed; empty if it did not.
+        absent: Workers that were expected and did not take part, ascending.
+        kind: What sort of event is reported: "round", or "failed" for a round that changed nothing.
 
     >>> def compression(report: RoundReport) -> float:
     ...     return report.raw_bytes / report.encoded_bytes
@@ -66,6 +68,8 @@ class RoundReport:
     codec_error: float | None
     weights: tuple[float, ...]
     participants: tuple[int, ...]
+    reason: str = ""
+    absent: tuple[int, ...] = ()
     kind: str = "round"
 
     @classmethod
@@ -136,6 +140,6 @@ def _plain(value: Any) -> Any:
 def _restored(name: str, value: Any) -> Any:
     if name == "weights":
         return tuple(float(weight) for weight in value)
-    if name == "participants":
+    if name in ("participants", "absent"):
         return tuple(value)
     return float(value) if name in _FLOATS and value is not None else value

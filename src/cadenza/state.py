@@ -47,6 +47,7 @@ __all__ = [
     "Place",
     "Restoration",
     "State",
+    "checksum",
     "collect",
     "fingerprint",
     "load_state_dict",
@@ -84,7 +85,10 @@ class Held(Protocol):
     _balance: Balance
 
     def _track(self, level: int, fragment: int) -> Track: ...
+    def _layout(self, fragment: int) -> Layout: ...
     def _wait_for_courier(self) -> None: ...
+    def _land_all(self) -> None: ...
+    def _reseat(self) -> None: ...
     def _check_open(self) -> None: ...
 
 
@@ -133,6 +137,7 @@ def state_dict(sync: Held) -> State:
 def collect(sync: Held) -> State:
     """Return the state like `state_dict`, but the tensors themselves, to be written before training goes on."""
     passages = {fragment: flight.passage.result() for fragment, flight in sync._flights.items()}
+    passages = {fragment: passage for fragment, passage in passages.items() if isinstance(passage, Passage)}
     place = place_of(sync)
     shared, own = _Entry(place.shared_root), _Entry(place.worker_root)
     for (number, fragment), track in sorted(sync._tracks.items()):
@@ -141,10 +146,11 @@ def collect(sync: Held) -> State:
         common.tracks[f"{number}/{fragment}"] = {"schedule": track.schedule_state, "rounds": track.rounds}
         common.add(where, dict(track.shared_state()))
         own.add(where, dict(track.worker_state()))
-    for fragment, flight in sync._flights.items():
+    for fragment in passages:
+        flight = sync._flights[fragment]
         own.add(f"flight/{fragment}/value", {str(i): flat for i, flat in enumerate(flight.values)})
         own.add(f"flight/{fragment}/origin", {str(i): flat for i, flat in enumerate(flight.origins or ())})
-    flights = [_told(flight, passages[flight.fragment]) for flight in sync._flights.values()]
+    flights = [_told(sync._flights[fragment], passage) for fragment, passage in passages.items()]
     return shared.state(**_shared_facts(sync, place)) | own.state(**_own_facts(sync, place), flights=flights)
 
 
@@ -258,11 +264,12 @@ def fingerprint(state: State, root: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for key in sorted(key for key in state if key.startswith(f"{root}/")):
         value = state[key]
-        digest.update(f"{key} {value if isinstance(value, str) else _checksum(value)}\n".encode())
+        digest.update(f"{key} {value if isinstance(value, str) else checksum(value)}\n".encode())
     return digest.hexdigest()
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a number that tells tensors apart, at the speed of memory."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return int(tensor.reshape(-1).view(whole).sum(dtype=torch.int64))
 

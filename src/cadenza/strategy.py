@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
+from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragmentation import Fragmentation, Whole
 from cadenza.outer import Outer, mean
 from cadenza.schedules import Every, Schedule, every, smallest_gap
@@ -103,6 +104,7 @@ class Strategy:
         balanced: Give faster workers more local steps in a period, and weigh their differences accordingly.
         offload: Keep anchors and outer state in CPU memory, and do the rounds there.
         measure_drift: Measure how far the workers had moved apart, at the price of one more pass over the values.
+        faults: What happens if a worker is gone, late or wrong: `raise_error()`, `skip_round()` or `shrink()`.
 
     >>> import cadenza
     >>> Strategy(levels=(LevelPlan(500, outer=cadenza.nesterov()),), delay=5).delay
@@ -120,6 +122,7 @@ class Strategy:
     balanced: bool = False
     offload: bool = False
     measure_drift: bool = True
+    faults: FaultPolicy = field(default_factory=raise_error)
 
     def __post_init__(self) -> None:
         if isinstance(self.levels, LevelPlan) or not all(isinstance(level, LevelPlan) for level in self.levels):
@@ -127,7 +130,10 @@ class Strategy:
         levels = tuple(self.levels)
         if not levels:
             raise ValueError("A strategy needs at least one level: Strategy(levels=(LevelPlan(16),)).")
-        if self.balanced:  # unequal numbers of steps can only be made up for in differences
+        if not hasattr(self.faults, "tolerant"):
+            raise TypeError(f"faults is raise_error(), skip_round(…) or shrink(…); got {self.faults!r}.")
+        # Unequal numbers of steps can only be made up for in differences; and who comes back needs an anchor to come to.
+        if self.balanced or self.faults.tolerant:
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)
         if isinstance(self.fragments, type) or not hasattr(self.fragments, "describe"):
@@ -141,6 +147,7 @@ class Strategy:
         self._check_choices()
         self._check_levels()
         self._check_delay()
+        self._check_faults()
 
     @property
     def period(self) -> int:
@@ -154,6 +161,8 @@ class Strategy:
         lines += [f"fragments {self.fragments.describe()}", f"warm-up {self.warmup_steps}", f"delay {self.delay}"]
         lines += [f"alpha {self.alpha!r}", f"buffers {self.buffers}", f"optimizer state {self.optimizer_state}"]
         lines += [f"weight {weight}", f"balanced {self.balanced}", f"drift {self.measures_drift}"]
+        if self.faults.tolerant:
+            lines.append(f"faults {self.faults.describe()}")
         return "; ".join(lines)
 
     @property
@@ -209,3 +218,29 @@ class Strategy:
                 "Buffers and optimizer state cannot land late: an average of variances from another step can turn "
                 'negative. Use delay=0, or buffers=False and optimizer_state="leave".'
             )
+
+    def _check_faults(self) -> None:
+        """Refuse what cannot be done by a group whose members come and go."""
+        if not self.faults.tolerant:
+            return
+        reasons = {
+            "several levels": (
+                len(self.levels) > 1 or self.levels[0].groups != "all",
+                "their groups would have to be cut anew whenever a worker comes or goes",
+            ),
+            "a warm-up": (
+                self.warmup_steps > 0,
+                "gradients are averaged in every step there, and one missing worker would stop all others",
+            ),
+            "balanced": (self.balanced, "the workers' clocks differ, so nobody could tell who is late"),
+            "averaged buffers or optimizer state": (
+                self.buffers or self.optimizer_state == "average",
+                "they are averaged in place, and a failed round must change nothing",
+            ),
+        }
+        for what, (asked, why) in reasons.items():
+            if asked:
+                raise ValueError(
+                    f"{self.faults.describe().split('(')[0]} cannot be combined with {what}: {why}. Leave it out, or "
+                    "use faults=raise_error()."
+                )

@@ -89,6 +89,12 @@ class Track:
             via = stage.across if stage else transport
             self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
 
+    def reseat(self, transport: Transport) -> None:
+        """Cut the residuals of shares anew, for other members; what this worker itself has lost stays known."""
+        for i, residual in enumerate(self.residuals or ()):
+            fresh = Residual.zeros(self.anchors[i], transport, self.plan.codec)
+            residual.share, residual.next_share = fresh.share, fresh.next_share
+
     def count_round(self, n: int, drift: float | None) -> None:
         """Move the schedule on past a round at step `n`; what it was before stays known until the drift is."""
         before = {f"{_BEFORE}{key}": value for key, value in self.schedule_state.items() if not key.startswith(_BEFORE)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,20 +22,31 @@ from cadenza.process_groups import all_gather_single, control_device, store_of, 
 from cadenza.transports.base import OUT_OF_STEP, Lane
 from cadenza.transports.means import finish_mean, mean_into, scale_down
 
-__all__ = ["C10dTransport"]
+__all__ = ["C10dTransport", "Seat"]
 
 LANE_BYTES = 8 << 20
 LANES = 3
 
 
+@dataclass(frozen=True)
+class Seat:
+    """What torch does not know of a Gloo group that was made beside its registry: who is in it, and where we stand."""
+
+    members: tuple[int, ...]
+    position: int
+    store: dist.Store
+    timeout_s: float
+
+
 class C10dTransport:
     """Averages over a process group with the group's own collectives."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, seat: Seat | None = None) -> None:
         self._group = weakref.ref(group)
-        self._members = tuple(dist.get_process_group_ranks(group))
-        self._position = dist.get_rank(group)
-        self._native_mean = dist.get_backend(group) == "nccl"
+        self._seat = seat
+        self._members = tuple(dist.get_process_group_ranks(group)) if seat is None else seat.members
+        self._position = dist.get_rank(group) if seat is None else seat.position
+        self._native_mean = seat is None and dist.get_backend(group) == "nccl"
         self._lanes: dict[torch.device, list[Lane]] = {}
         self._rounds = 0
         self._abandoned = False
@@ -49,14 +61,14 @@ class C10dTransport:
 
     @property
     def timeout_s(self) -> float:
-        return timeout_of(self.group())
+        return timeout_of(self.group()) if self._seat is None else self._seat.timeout_s
 
     @property
     def store(self) -> dist.Store:
-        return store_of(self.group())
+        return store_of(self.group()) if self._seat is None else self._seat.store
 
     def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
-        device = control_device(self.group())
+        device = control_device(self.group()) if self._seat is None else torch.device("cpu")
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
         theirs = torch.empty(len(self.members) * len(payload), dtype=torch.uint8, device=device)
         wait = self.start(all_gather_single, theirs, mine)

@@ -1,0 +1,283 @@
+"""The workers that hold a synchronizer's rounds together under `skip_round` and `shrink`.
+
+A round goes through three doors here: `gather` agrees on who is in it, makes their group, and lets those who are behind
+catch up; `carry` sends the values and votes; `landed` counts what became of it. Whatever fails on the way is a `Lost`
+round: nothing has changed, and the next one starts from a new group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+
+from cadenza.agreement import Vote
+from cadenza.errors import CadenzaError, StoreLostError, TransportError, TurnedAwayError
+from cadenza.faults import Shrink, SkipRound
+from cadenza.joining import hand_over
+from cadenza.levels import LevelGroup
+from cadenza.membership import Call, Membership
+from cadenza.membership.generations import Generation, assemble
+from cadenza.membership.meetings import Guest, MeetingFailedError, Roster, clean_up, hold, told
+from cadenza.membership.roll import Roll
+from cadenza.rounds import Passage
+from cadenza.state import Held
+from cadenza.strategy import LevelPlan
+
+__all__ = ["START", "Company", "Lost"]
+
+_logger = logging.getLogger("cadenza")
+
+START = Call(0)
+_MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A round that failed: why, and who was missing. Nothing was changed."""
+
+    reason: str
+    absent: tuple[int, ...] = ()
+
+
+class Company:
+    """Who holds the rounds together, now; and what is known of them.
+
+    Attributes:
+        level: The one level at which they meet, with the transport of the present generation.
+        new: Whether this worker has not been in any meeting yet.
+        behind: Whether rounds were, or may have been, held without this worker.
+    """
+
+    def __init__(self, membership: Membership, policy: SkipRound | Shrink, plan: LevelPlan, terms: str) -> None:
+        self.membership = membership
+        self.policy = policy
+        self.level = LevelGroup(plan, plan.name or "level 0", lambda: None, transport=None)  # type: ignore[arg-type]
+        self.behind = False
+        self._terms = terms
+        self._lines = [membership.line(), membership.line()]  # for the training loop, and for rounds in flight
+        self._generation: Generation | None = None
+        self._place = ""
+        self._roster = Roster(())
+        self._last: tuple[int, ...] = ()
+        self._rounds = 0
+        self._chain = ""
+        self._late_s = 0.0
+        self._usual_s: float | None = None
+        self._held: list[str] = []
+
+    @property
+    def new(self) -> bool:
+        return not self._last
+
+    @property
+    def worker(self) -> int:
+        return self.membership.worker
+
+    # ---- coming together -------------------------------------------------------------------------------------------
+
+    def start(self, sync: Held) -> bool:
+        """Come to the first meeting, and start from its leader's values; False if it was held before."""
+        found = self.gather(sync, START, "start", patience_s=self.policy.patience.first_s)
+        if isinstance(found, Lost):
+            if not self.behind:
+                raise TransportError(f"The workers did not come together: {found.reason}.")
+            return False
+        self._chain = _link("", START, found)
+        return True
+
+    def summons(self, step: int) -> Call | None:
+        """Return the meeting that the others are at, if this worker is behind and should come to it now."""
+        roll = self.membership.roll
+        if roll.replaced:
+            raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
+        latest = roll.latest
+        if not (self.behind or self.new) or latest is None or latest == START:
+            return None
+        return latest if latest.step > step or self.new else None
+
+    def gather(self, sync: Held, call: Call, digest: str, *, patience_s: float | None = None) -> Roster | Lost:
+        """Agree on who holds a round, make their group if need be, and catch up with them."""
+        if not self.membership.roll.connected:
+            self.behind = True
+            return Lost("the store cannot be reached")
+        began = time.time()
+        try:
+            roster = hold(
+                self._lines[0],
+                self.membership.roll,
+                self.membership.seal,
+                call,
+                self._guest(digest),
+                self.policy,
+                workers=self.membership.workers,
+                patience_s=patience_s or self.policy.patience.grace_s,
+            )
+        except MeetingFailedError as error:
+            if error.behind and not self.behind:
+                self.behind, self._late_s = True, max(0.001, time.time() - began)
+            return Lost(str(error), error.absent)
+        except StoreLostError as error:
+            self.behind = True
+            return Lost(str(error))
+        self._tell(roster, call)
+        try:
+            self._form(roster, call)
+            self._catch_up(sync, roster)
+        except CadenzaError as error:
+            reason = str(error)
+        else:
+            self.behind, self._late_s = False, 0.0
+            return roster
+        self._part()
+        return Lost(reason)
+
+    def _guest(self, digest: str) -> Guest:
+        terms = hashlib.blake2b(f"{self._terms} {digest}".encode(), digest_size=16).hexdigest()
+        usable = self._generation is not None and self._generation.usable
+        return Guest(
+            self.worker,
+            self.membership.roll.incarnation,
+            self._rounds,
+            self._chain,
+            terms,
+            last=self._last,
+            late_s=self._late_s,
+            generation=self._place if usable else "",
+        )
+
+    def _form(self, roster: Roster, call: Call) -> None:
+        """Have a group of the roster's members."""
+        self._held = self._lines[0].call(lambda store: clean_up(store, [*self._held, f"meeting/{call}"]))
+        self._roster = roster
+        if not roster.keep or self._generation is None:
+            self._part()
+            self._place = f"meeting/{call}"
+            self._generation = self._assemble(self._place, roster)
+            self.level.transport = self._generation.transport
+        self._generation.set_timeout(self._limit_s(roster))
+
+    def _assemble(self, place: str, roster: Roster, members: tuple[int, ...] | None = None) -> Generation:
+        members = members or roster.members
+        roll = self.membership.roll
+        return assemble(
+            self._lines[0],
+            self.membership.seal,
+            place=place,
+            members=members,
+            worker=self.worker,
+            timeout_s=self._limit_s(roster),
+            missing=lambda: set(members) - roll.alive(),
+        )
+
+    def _catch_up(self, sync: Held, roster: Roster) -> None:
+        """Let those who are behind take the leader's state."""
+        assert self._generation is not None
+        receives = self.worker in roster.behind
+        if roster.behind and not receives:
+            sync._land_all()  # so that there is one state to take
+        sync._reseat()
+        concerned = tuple(sorted({roster.leader, *roster.behind}))
+        if roster.behind and self.worker in concerned:
+            apart = concerned != roster.members
+            through = self._assemble(f"{self._place}/joining", roster, concerned) if apart else self._generation
+            try:
+                facts = {"rounds": self._rounds, "chain": self._chain}
+                facts = hand_over(sync, through, roster.leader, facts, receives=receives, new=self.new)
+                self._rounds, self._chain = facts["rounds"], facts["chain"]
+            finally:
+                if apart:
+                    through.close()
+        self._last = roster.members
+
+    def _tell(self, roster: Roster, call: Call) -> None:
+        """Log what others than the members should know of a meeting."""
+        if self.worker != roster.leader:
+            return
+        if roster.absent and set(roster.absent) & set(self._last):
+            _logger.warning("Step %d: the round is held without %s.", call.step, told(roster.absent))
+        for worker, seconds in (roster.late or {}).items():
+            _logger.warning("Step %d: worker %d is back; it was %.2f s late for a round.", call.step, worker, seconds)
+        for worker, reason in (roster.turned_away or {}).items():
+            _logger.warning("Step %d: worker %d was turned away: %s.", call.step, worker, reason)
+        if roster.behind and call != START:
+            _logger.warning("Step %d: %s caught up with the others.", call.step, told(roster.behind))
+
+    # ---- going together --------------------------------------------------------------------------------------------
+
+    def carry(self, call: Call, fly: Callable[[], Passage]) -> Passage | Lost:
+        """Send the values of a round, and vote on it."""
+        roster, roll = self._roster, self.membership.roll
+        limit_s = self._limit_s(roster)
+
+        def vote(store: dist.Store) -> Vote:
+            return Vote(store, f"meeting/{call}/vote", members=len(roster.members), timeout_s=limit_s)
+
+        def abort() -> None:
+            with suppress(StoreLostError):
+                self._lines[1].call(lambda store: vote(store).abort())
+
+        try:
+            passage = fly()
+        except CadenzaError as error:
+            reason = str(error)
+        except BaseException:
+            abort()
+            raise
+        else:
+            missing = partial(_any_missing, set(roster.members), roll)
+            try:
+                committed = self._lines[1].call(lambda store: vote(store).ready(missing), timeout_s=limit_s + 5)
+            except StoreLostError as error:
+                self.behind = True  # the others may have seen it pass
+                return Lost(f"the vote could not be ended: {error}")
+            if committed:
+                return passage
+            reason = "another worker failed, or did not come to the vote"
+            self._part()
+            return Lost(reason, tuple(sorted(set(roster.members) - roll.alive())))
+        abort()
+        self._part()
+        return Lost(reason, tuple(sorted(set(roster.members) - roll.alive())))
+
+    def landed(self, call: Call, passage: Passage) -> None:
+        """Count a round that has landed, and learn how long such rounds take."""
+        self._rounds += 1
+        self._chain = _link(self._chain, call, self._roster)
+        known = self._usual_s
+        self._usual_s = passage.wire_s if known is None else _MEMORY * known + (1 - _MEMORY) * passage.wire_s
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._part()
+        self.membership.close()
+        for line in self._lines:
+            line.close()
+
+    def _part(self) -> None:
+        """Let the group go."""
+        if self._generation is not None:
+            self._generation.close()
+            self._generation = None
+
+    def _limit_s(self, roster: Roster) -> float:
+        """Return after how long without progress a transfer has failed."""
+        patience = self.policy.patience
+        if self._usual_s is None or roster.behind:
+            return patience.first_s
+        return patience.grace_s + patience.factor * self._usual_s
+
+
+def _link(chain: str, call: Call, roster: Roster) -> str:
+    """Return the hash chain after one more round."""
+    return hashlib.blake2b(f"{chain} {call} {roster.members}".encode(), digest_size=16).hexdigest()
+
+
+def _any_missing(members: set[int], roll: Roll) -> bool:
+    return not members <= roll.alive()

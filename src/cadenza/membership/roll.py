@@ -1,0 +1,174 @@
+"""Who is there: a thread beats for this worker, and listens to the others' beats.
+
+A beat is a number in the store that changes. A worker whose number has not changed for a lease, by this worker's own
+clock, counts as gone; whoever is stopped, cut off or dead looks the same. Time in which this process itself stood still
+does not count against the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from cadenza.errors import StoreLostError
+from cadenza.membership.seal import Seal
+from cadenza.membership.store import Line
+
+__all__ = ["Call", "Roll"]
+
+_logger = logging.getLogger("cadenza")
+
+_BEATS = 5  # in a lease
+_GONE = "gone"
+
+
+@dataclass(frozen=True, order=True)
+class Call:
+    """The name of a meeting, in the order in which they are held: at which step, and of which fragment.
+
+    `phase` counts meetings of a fragment at one step: 0 for the regular one, more for those at the end of a run.
+
+    >>> Call.parse(str(Call(100, 0, 2)))
+    Call(step=100, phase=0, fragment=2)
+    """
+
+    step: int
+    phase: int = 0
+    fragment: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Call:
+        return cls(*map(int, text.split(".")))
+
+    def __str__(self) -> str:
+        return f"{self.step}.{self.phase}.{self.fragment}"
+
+
+@dataclass
+class _Beat:
+    value: str = ""
+    silent_s: float = 0.0
+
+
+class Roll:
+    """The workers that have signed on, and which of them are alive.
+
+    Attributes:
+        incarnation: What tells this process from an earlier or later one in the same place.
+        connected: Whether the store answers.
+        latest: The latest meeting that anyone has come to, as of the last beat.
+        replaced: Whether another process has taken this worker's place.
+    """
+
+    def __init__(self, line: Line, worker: int, seal: Seal, *, lease_s: float) -> None:
+        self.worker = worker
+        self._seal = seal
+        self.incarnation = secrets.token_hex(4)
+        self.connected = False
+        self.latest: Call | None = None
+        self.replaced = False
+        self._lease_s = lease_s
+        self._line = line
+        self._beats: dict[int, _Beat] = {}
+        self._incarnations: dict[int, str] = {}
+        self._signed_on = False
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._seen_at = time.monotonic()
+        self._thread = threading.Thread(target=self._beat_on, name="cadenza roll", daemon=True)
+
+    @property
+    def tick_s(self) -> float:
+        """The time between two beats."""
+        return self._lease_s / _BEATS
+
+    def start(self) -> None:
+        """Sign on, and begin to beat; raise StoreLostError if there is no store."""
+        self._tick()
+        self._thread.start()
+
+    def alive(self) -> set[int]:
+        """Return the workers that have signed on, have not signed off and are beating; this one is."""
+        with self._lock:
+            beating = {w for w, b in self._beats.items() if b.silent_s <= self._lease_s and not b.value.endswith(_GONE)}
+        return beating | {self.worker}
+
+    def gone(self) -> set[int]:
+        """Return the workers that have signed off, or that somebody saw die."""
+        with self._lock:
+            return {worker for worker, beat in self._beats.items() if beat.value.endswith(_GONE)} - {self.worker}
+
+    def is_current(self, worker: int, incarnation: str) -> bool:
+        """Tell whether a process still is the one in its worker's place, as far as is known."""
+        with self._lock:
+            return self._incarnations.get(worker, incarnation) == incarnation
+
+    def close(self) -> None:
+        """Sign off."""
+        self._ended.set()
+        self._thread.join(timeout=self.tick_s)
+        if self.connected and not self.replaced:
+            with contextlib.suppress(StoreLostError):
+                self._line.call(lambda store: store.set(_key(self.worker), f"{self.incarnation} {_GONE}"), timeout_s=1)
+        self._line.close()
+
+    def _beat_on(self) -> None:
+        while not self._ended.wait(self.tick_s):
+            try:
+                self._tick()
+            except StoreLostError as error:
+                if self.connected:
+                    _logger.warning("%s Training goes on, rounds are skipped until it is back.", error)
+                self.connected = self._signed_on = False
+
+    def _tick(self) -> None:
+        registry, latest, beats = self._line.call(self._exchange)
+        now = time.monotonic()
+        elapsed, self._seen_at = min(now - self._seen_at, 2 * self.tick_s), now
+        with self._lock:
+            self._incarnations = {entry[0]: entry[1] for entry in registry}
+            for worker, value in beats.items():
+                beat = self._beats.setdefault(worker, _Beat())
+                beat.silent_s = 0.0 if value != beat.value else beat.silent_s + elapsed
+                beat.value = value
+        self.latest = Call.parse(latest) if latest else None
+        self.replaced = self._incarnations.get(self.worker, self.incarnation) != self.incarnation
+        if not self.connected and self._thread.is_alive():
+            _logger.warning("Worker %d has reached the store again.", self.worker)
+        self.connected = True
+
+    def _exchange(self, store: dist.Store) -> tuple[list[list[Any]], str, dict[int, str]]:
+        """Beat, and return who has signed on, the latest meeting and all beats."""
+        self._number += 1
+        store.set(_key(self.worker), f"{self.incarnation} {self._number}")
+        if not self._signed_on:
+            store.append("latest", "")
+            if [self.worker, self.incarnation] not in self._registry(store):
+                entry = self._seal.close(json.dumps([self.worker, self.incarnation]), "registry")
+                store.append("registry", entry + "\n")
+            self._signed_on = True
+        registry = self._registry(store)
+        others = sorted({worker for worker, _ in registry})
+        latest, *beats = (bytes(text).decode() for text in store.multi_get(["latest", *map(_key, others)]))
+        return registry, latest, dict(zip(others, beats, strict=True))
+
+    def _registry(self, store: dist.Store) -> list[list[Any]]:
+        """Return who has signed on with this job's seal: number and incarnation."""
+        if not store.check(["registry"]):
+            return []
+        lines = bytes(store.get("registry")).decode().splitlines()
+        entries = (self._seal.open(line, "registry") for line in lines)
+        return [json.loads(entry) for entry in entries if entry is not None]
+
+
+def _key(worker: int) -> str:
+    return f"beat/{worker}"
