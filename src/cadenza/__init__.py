@@ -5,7 +5,9 @@ drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.dd
 """
 
 from cadenza import codecs, observers, outer
+from cadenza.faults import raise_error, shrink, skip_round
 from cadenza.fragmentation import by_bytes, by_layers, whole
+from cadenza.membership import Membership, join
 from cadenza.outer import nesterov
 from cadenza.presets import (
     diloco,
@@ -25,6 +27,7 @@ from cadenza.version import __version__
 
 __all__ = [
     "LevelPlan",
+    "Membership",
     "RoundReport",
     "Strategy",
     "Synchronizer",
@@ -39,11 +42,15 @@ __all__ = [
     "diloco",
     "every",
     "hierarchical",
+    "join",
     "local_sgd",
     "nesterov",
     "observers",
     "outer",
     "post_local_sgd",
+    "raise_error",
+    "shrink",
+    "skip_round",
     "slowmo",
     "sparse_loco",
     "streaming_diloco",

@@ -17,8 +17,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from cadenza.agreement import Vote
-from cadenza.errors import CadenzaError, StoreLostError, TransportError, TurnedAwayError
+from cadenza.agreement import Header, Vote
+from cadenza.errors import CadenzaError, RoundAbortedError, StoreLostError, TransportError, TurnedAwayError
 from cadenza.faults import Shrink, SkipRound
 from cadenza.joining import hand_over
 from cadenza.levels import LevelGroup
@@ -26,6 +26,7 @@ from cadenza.membership import Call, Membership
 from cadenza.membership.generations import Generation, assemble
 from cadenza.membership.meetings import Guest, MeetingFailedError, Roster, clean_up, hold, told
 from cadenza.membership.roll import Roll
+from cadenza.poison import judge
 from cadenza.rounds import Passage
 from cadenza.state import Held
 from cadenza.strategy import LevelPlan
@@ -35,15 +36,25 @@ __all__ = ["START", "Company", "Lost"]
 _logger = logging.getLogger("cadenza")
 
 START = Call(0)
+_ATTEMPTS = 3  # to start together
 _MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A round that failed: why, and who was missing. Nothing was changed."""
+    """A round that failed and changed nothing: why, who was missing, and whether our own values were at fault."""
 
     reason: str
     absent: tuple[int, ...] = ()
+    poisoned: bool = False
+
+
+class _PoisonError(RoundAbortedError):
+    """Contributions for which the policy skips the round."""
+
+    def __init__(self, workers: list[int]) -> None:
+        super().__init__(f"the contribution of {told(workers)} is not finite, or far larger than the others'")
+        self.workers = workers
 
 
 class Company:
@@ -84,13 +95,14 @@ class Company:
 
     def start(self, sync: Held) -> bool:
         """Come to the first meeting, and start from its leader's values; False if it was held before."""
-        found = self.gather(sync, START, "start", patience_s=self.policy.patience.first_s)
-        if isinstance(found, Lost):
-            if not self.behind:
-                raise TransportError(f"The workers did not come together: {found.reason}.")
-            return False
-        self._chain = _link("", START, found)
-        return True
+        for phase in range(_ATTEMPTS):
+            found = self.gather(sync, Call(0, phase), "start", patience_s=self.policy.patience.first_s)
+            if isinstance(found, Roster):
+                self._chain = _link("", START, found)
+                return True
+            if self.behind:
+                return False
+        raise TransportError(f"The workers did not come together: {found.reason}.")
 
     def summons(self, step: int) -> Call | None:
         """Return the meeting that the others are at, if this worker is behind and should come to it now."""
@@ -98,11 +110,21 @@ class Company:
         if roll.replaced:
             raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
         latest = roll.latest
-        if not (self.behind or self.new) or latest is None or latest == START:
+        if not (self.behind or self.new) or latest is None or latest.step == 0:
             return None
         return latest if latest.step > step or self.new else None
 
-    def gather(self, sync: Held, call: Call, digest: str, *, patience_s: float | None = None) -> Roster | Lost:
+    def await_call(self, *, after: Call | None) -> Call:
+        """Wait until the others hold a meeting, later than the one before, and return it."""
+        while True:
+            call = self.summons(-1)
+            if call is not None and (after is None or call > after):
+                return call
+            time.sleep(0.2 * self.membership.roll.tick_s)
+
+    def gather(
+        self, sync: Held, call: Call, digest: str, *, level: bool = False, patience_s: float | None = None
+    ) -> Roster | Lost:
         """Agree on who holds a round, make their group if need be, and catch up with them."""
         if not self.membership.roll.connected:
             self.behind = True
@@ -114,7 +136,7 @@ class Company:
                 self.membership.roll,
                 self.membership.seal,
                 call,
-                self._guest(digest),
+                self._guest(digest, level),
                 self.policy,
                 workers=self.membership.workers,
                 patience_s=patience_s or self.policy.patience.grace_s,
@@ -138,7 +160,7 @@ class Company:
         self._part()
         return Lost(reason)
 
-    def _guest(self, digest: str) -> Guest:
+    def _guest(self, digest: str, level: bool) -> Guest:
         terms = hashlib.blake2b(f"{self._terms} {digest}".encode(), digest_size=16).hexdigest()
         usable = self._generation is not None and self._generation.usable
         return Guest(
@@ -150,6 +172,7 @@ class Company:
             last=self._last,
             late_s=self._late_s,
             generation=self._place if usable else "",
+            level=level,
         )
 
     def _form(self, roster: Roster, call: Call) -> None:
@@ -173,24 +196,25 @@ class Company:
             members=members,
             worker=self.worker,
             timeout_s=self._limit_s(roster),
-            missing=lambda: set(members) - roll.alive(),
+            missing=lambda: roll.silent().intersection(members),
         )
 
     def _catch_up(self, sync: Held, roster: Roster) -> None:
         """Let those who are behind take the leader's state."""
         assert self._generation is not None
         receives = self.worker in roster.behind
-        if roster.behind and not receives:
-            sync._land_all()  # so that there is one state to take
-        sync._reseat()
+        if roster.behind:
+            sync._land_all()  # so that there is one state to give, and one place from which to count progress
+        if roster.members != self._last:
+            sync._reseat()
         concerned = tuple(sorted({roster.leader, *roster.behind}))
         if roster.behind and self.worker in concerned:
             apart = concerned != roster.members
             through = self._assemble(f"{self._place}/joining", roster, concerned) if apart else self._generation
             try:
                 facts = {"rounds": self._rounds, "chain": self._chain}
-                facts = hand_over(sync, through, roster.leader, facts, receives=receives, new=self.new)
-                self._rounds, self._chain = facts["rounds"], facts["chain"]
+                heard = hand_over(sync, through, roster.leader, facts, receives=receives, new=self.new)
+                self._rounds, self._chain = heard["rounds"], heard["chain"]
             finally:
                 if apart:
                     through.close()
@@ -206,7 +230,7 @@ class Company:
             _logger.warning("Step %d: worker %d is back; it was %.2f s late for a round.", call.step, worker, seconds)
         for worker, reason in (roster.turned_away or {}).items():
             _logger.warning("Step %d: worker %d was turned away: %s.", call.step, worker, reason)
-        if roster.behind and call != START:
+        if roster.behind and call.step:
             _logger.warning("Step %d: %s caught up with the others.", call.step, told(roster.behind))
 
     # ---- going together --------------------------------------------------------------------------------------------
@@ -226,6 +250,7 @@ class Company:
         try:
             passage = fly()
         except CadenzaError as error:
+            poisoned = isinstance(error, _PoisonError) and self.worker in error.workers
             reason = str(error)
         except BaseException:
             abort()
@@ -241,10 +266,37 @@ class Company:
                 return passage
             reason = "another worker failed, or did not come to the vote"
             self._part()
-            return Lost(reason, tuple(sorted(set(roster.members) - roll.alive())))
+            return Lost(reason, tuple(sorted(roll.silent().intersection(roster.members))))
         abort()
         self._part()
-        return Lost(reason, tuple(sorted(set(roster.members) - roll.alive())))
+        return Lost(reason, tuple(sorted(roll.silent().intersection(roster.members))), poisoned)
+
+    def judge(self, headers: list[Header]) -> list[Header]:
+        """Take the weight from contributions that would do harm, or refuse the round for them."""
+        poison = self.policy.poison
+        judged = judge(headers, explosion=poison.explosion)
+        workers = [w for w, header in zip(self._roster.members, judged, strict=True) if header.poisoned]
+        if workers and not poison.leave_out:
+            raise _PoisonError(workers)
+        return judged
+
+    def left_out(self, passage: Passage) -> str:
+        """Say whose contribution to a round was left out."""
+        workers = [w for w, header in zip(passage.members, passage.headers, strict=True) if header.poisoned]
+        if not workers:
+            return ""
+        reason = f"the contribution of {told(workers)} was left out: not finite, or far larger than the others'"
+        self.warn(reason)
+        return reason
+
+    def warn(self, text: str) -> None:
+        """Log something that the people who run this worker should know."""
+        _logger.warning("Worker %d: %s", self.worker, text)
+
+    def finished(self) -> None:
+        """Tell workers that come after the end that it has come."""
+        with suppress(StoreLostError):
+            self._lines[0].call(lambda store: store.set("finished", self._chain))
 
     def landed(self, call: Call, passage: Passage) -> None:
         """Count a round that has landed, and learn how long such rounds take."""
@@ -280,4 +332,4 @@ def _link(chain: str, call: Call, roster: Roster) -> str:
 
 
 def _any_missing(members: set[int], roll: Roll) -> bool:
-    return not members <= roll.alive()
+    return bool(members & roll.silent())

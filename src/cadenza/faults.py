@@ -127,7 +127,7 @@ class Shrink:
     poison: Poison = field(default_factory=Poison)
 
     def __post_init__(self) -> None:
-        if isinstance(self.min_workers, bool) or not isinstance(self.min_workers, int) or self.min_workers < 1:
+        if self.min_workers < 1:
             raise ValueError(f"min_workers is a whole number of at least 1; got {self.min_workers!r}.")
         if not 0 <= self.quorum < 1:
             raise ValueError(

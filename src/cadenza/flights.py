@@ -8,10 +8,11 @@ round on its way at most, and nobody else reads the anchor before that has lande
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +22,19 @@ from cadenza.norms import distance_squared, norm_squared
 from cadenza.rounds import Passage, fly
 from cadenza.tracks import Layout, Track
 
-__all__ = ["Flight", "carry"]
+__all__ = ["Flight", "Tolerant", "carry"]
+
+
+class Tolerant(Protocol):
+    """Those with whom a round may fail, and training goes on."""
+
+    def carry(self, call: Any, fly: Callable[[], Passage]) -> Any:
+        """Run the exchange and vote on it; return its passage, or something else if nothing may be changed."""
+        ...
+
+    def judge(self, headers: list[Header]) -> list[Header]:
+        """Take the weight from contributions that would do harm."""
+        ...
 
 
 @dataclass
@@ -36,6 +49,8 @@ class Flight:
         inner_lrs: The learning rates at the launch.
         samples: The samples that this worker had used at the launch.
         drift: How far the workers had moved apart, once the passage is over and if it is measured.
+        call: The name of the round's meeting, where workers come and go.
+        poisoned: Whether this worker's contribution was left out, so that it starts anew from the anchor.
         passage: What the round was, once it is over; something else where it failed and training goes on.
     """
 
@@ -52,6 +67,8 @@ class Flight:
     samples: float = 0.0
     stall_s: float = 0.0
     drift: float | None = None
+    call: Any = None
+    poisoned: bool = False
 
     @property
     def late(self) -> bool:
@@ -81,7 +98,8 @@ def carry(
     problem: str | None,
     measure: bool,
     normalise: bool,
-) -> Passage:
+    company: Tolerant | None = None,
+) -> Any:
     """Take packed values to their result: exchange them and, once that has succeeded, make the new anchor of them.
 
     Args:
@@ -92,6 +110,8 @@ def carry(
         problem: What keeps this worker from taking part, if something does.
         measure: Whether to measure the drift.
         normalise: Whether differences come from unequal numbers of steps.
+        company: Who votes on the round before anything is changed, where rounds may fail. What it says instead of a
+            passage is returned as it is.
     """
     plan, values = level.plan, flight.values
     late_mean = flight.late and plan.outer.plain
@@ -101,18 +121,27 @@ def carry(
         for anchor, flat in zip(track.anchors, values, strict=True):
             torch.sub(anchor, flat, out=flat)
     norm2 = norm_squared(*values)
-    passage = fly(
+    problem = problem or _not_finite(flight, norm2)
+    header = replace(header, norm2=norm2)
+    if company is not None and problem is not None:
+        header, problem = _harmless(flight, header), None
+    go = partial(
+        fly,
         values,
         level.transport,
-        replace(header, norm2=norm2),
+        header,
         plan.codec,
-        problem=problem or _not_finite(flight, norm2),
+        problem=problem,
         describe=flight.layout.fragment.describe,
         residuals=track.residuals,
         stage=level.stage,
         normalise=normalise,
         origins=origins if spread else None,
+        judge=None if company is None else company.judge,
     )
+    passage = go() if company is None else company.carry(flight.call, go)
+    if not isinstance(passage, Passage):
+        return passage
     if measure:
         flight.drift = _drift_of_differences(passage, track, values) if plan.anchored else _drift(passage, values)
     if plan.anchored:
@@ -122,7 +151,16 @@ def carry(
         else:
             track.update(values, flight.inner_lrs)
     flight.origins = origins if late_mean else None
+    if passage.headers[passage.position].poisoned:
+        flight.origins, flight.alpha, flight.poisoned = None, 0.0, True
     return passage
+
+
+def _harmless(flight: Flight, header: Header) -> Header:
+    """Turn a contribution that is not finite into zeros that count for nothing."""
+    for flat in flight.values:
+        flat.zero_()
+    return replace(header, weight=0.0, norm2=0.0, poisoned=True)
 
 
 def _drift(passage: Passage, means: Sequence[torch.Tensor]) -> float:

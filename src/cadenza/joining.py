@@ -75,7 +75,12 @@ def _tensors(sync: Held) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _take(
-    sync: Held, heard: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], *, new: bool
+    sync: Held,
+    heard: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    *,
+    new: bool,
 ) -> None:
     sync._flights.clear()
     progress = {} if new else {key: _progress(sync, *key) for key in sync._tracks}

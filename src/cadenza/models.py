@@ -110,6 +110,8 @@ class ModelView:
             raise UnsupportedModelError(
                 "The model has no parameter with requires_grad=True, so there is nothing to train."
             )
+        if strategy.faults.tolerant:
+            self._refuse_what_cannot_shrink(strategy)
         for name, parameter in parameters.items():
             if parameter.is_meta:
                 raise UnsupportedModelError(f"Parameter {name} is on the meta device: materialise the model first.")
@@ -129,6 +131,26 @@ class ModelView:
                 raise UnsupportedModelError(
                     f"Parameter {name} is sharded, and every shard has a drift of its own, so their periods would "
                     "differ: use a schedule that does not follow the drift."
+                )
+
+    def _refuse_what_cannot_shrink(self, strategy: Strategy) -> None:
+        """Raise if the model is one copy on several ranks, or where groups that come and go cannot reach it."""
+        policy = strategy.faults.describe().split("(")[0]
+        if self.ddp is not None:
+            raise UnsupportedModelError(
+                f"Under {policy} the model is not wrapped in DistributedDataParallel, whose group ends with its first "
+                "dead rank: pass the module itself."
+            )
+        for name, parameter in self.parameters().items():
+            if hasattr(parameter, "device_mesh"):
+                raise UnsupportedModelError(
+                    f"Parameter {name} is sharded over several ranks, and {policy} takes every worker for a whole "
+                    "copy: use faults=raise_error()."
+                )
+            if parameter.device.type != "cpu" and not strategy.offload:
+                raise UnsupportedModelError(
+                    f"Parameter {name} is on {parameter.device}, and groups that come and go are made by Gloo on the "
+                    "CPU: use offload=True, which does the rounds there."
                 )
 
 

@@ -62,6 +62,8 @@ class Passage:
     exchanged: Exchanged = field(default_factory=Exchanged)
     wire_s: float = 0.0
     spread2: float = 0.0
+    members: tuple[int, ...] = ()
+    position: int = 0
 
     @property
     def weightless(self) -> bool:
@@ -135,13 +137,15 @@ def fly(
     stage: Stage | None = None,
     normalise: bool = False,
     origins: Sequence[torch.Tensor] | None = None,
+    judge: Callable[[list[Header]], list[Header]] | None = None,
 ) -> Passage:
     """Replace flat values by their weighted mean over the members; nothing but them and the residuals changes.
 
     Residuals change in place, or, in an atomic round, only when they are committed.
 
     With `normalise`, contributions are differences over unequal numbers of steps, and are put on an equal footing. With
-    `origins`, copies of the values as they were, the members' mean squared distance from the mean is measured.
+    `origins`, copies of the values as they were, the members' mean squared distance from the mean is measured. `judge`
+    may take the weight from contributions that would do harm, on all members alike.
     """
     started = time.perf_counter()
     transport.next_round()
@@ -150,7 +154,9 @@ def fly(
         headers = [header] if alone else open_round(transport, header, problem=problem, describe=describe)
         if alone and problem is not None:
             raise NotFiniteError(problem)
-        passage = Passage(headers, shares(headers, normalise=normalise))
+        headers = headers if judge is None else judge(headers)
+        passage = Passage(headers, shares(headers, normalise=normalise), members=tuple(transport.members))
+        passage.position = transport.position
         passage.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
         try:
             for i, flat in enumerate(values):

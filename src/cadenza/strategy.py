@@ -132,7 +132,7 @@ class Strategy:
             raise ValueError("A strategy needs at least one level: Strategy(levels=(LevelPlan(16),)).")
         if not hasattr(self.faults, "tolerant"):
             raise TypeError(f"faults is raise_error(), skip_round(…) or shrink(…); got {self.faults!r}.")
-        # Unequal numbers of steps can only be made up for in differences; and who comes back needs an anchor to come to.
+        # Unequal numbers of steps can only be made up for in differences; who comes back needs an anchor to come to.
         if self.balanced or self.faults.tolerant:
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)

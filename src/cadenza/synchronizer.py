@@ -11,7 +11,7 @@ import math
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,11 +25,14 @@ import torch.distributed as dist
 from cadenza import state
 from cadenza.agreement import Header
 from cadenza.balance import Balance
+from cadenza.company import Company, Lost
 from cadenza.ddp import covers, fall_silent, widen
 from cadenza.door import check_door
 from cadenza.errors import CadenzaError, NotFiniteError
+from cadenza.faults import Shrink, SkipRound
 from cadenza.flights import Flight, carry
 from cadenza.levels import LevelGroup, build_levels
+from cadenza.membership import Call, Membership, join
 from cadenza.models import ModelView, named
 from cadenza.observers import Observer, notify
 from cadenza.process_groups import resolve
@@ -43,6 +46,8 @@ from cadenza.version import __version__
 
 __all__ = ["Synchronizer", "attach"]
 
+_LAST_ATTEMPTS = 3
+
 
 def attach(
     model: torch.nn.Module,
@@ -52,6 +57,7 @@ def attach(
     observers: Sequence[Observer] = (),
     topology: Topology | None = None,
     process_group: dist.ProcessGroup | None = None,
+    membership: Membership | None = None,
     auto: bool = False,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Synchronizer:
@@ -66,6 +72,8 @@ def attach(
         observers: What gets a `RoundReport` for every round.
         topology: With whom, if the strategy's own `groups` do not say it: one level for each of the strategy's.
         process_group: The ranks that train together; None means everyone.
+        membership: Under `skip_round` and `shrink`, this worker's place in the job (`cadenza.join`), instead of a
+            process group: none needs to be initialised. By default it is made from the environment.
         auto: Call `step()` by itself after every step of the (last) optimizer, for loops that a framework owns.
         scaler: With `auto`, the GradScaler, at whose `update` the clock ticks instead: it may skip optimizer steps.
 
@@ -87,11 +95,34 @@ def attach(
         )
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     view = ModelView(model, optimizers)
+    if strategy.faults.tolerant:
+        view.refuse_what_cannot_work(strategy)
+        company = _company(view, strategy, membership, given={"topology": topology, "process_group": process_group})
+        return Synchronizer(
+            view, strategy, [company.level], observers=observers, auto=auto, scaler=scaler, company=company
+        )
+    if membership is not None:
+        raise ValueError(
+            "membership belongs to faults=skip_round() or shrink(); this strategy raises at the first fault."
+        )
     group = resolve(process_group)
     check_door(group, terms=f"{strategy.describe()}; Cadenza {__version__}", model=view.describe())
     view.refuse_what_cannot_work(strategy)
     levels = build_levels(strategy, group, topology)
     return Synchronizer(view, strategy, levels, observers=observers, auto=auto, scaler=scaler)
+
+
+def _company(
+    view: ModelView, strategy: Strategy, membership: Membership | None, *, given: Mapping[str, object]
+) -> Company:
+    if named_ := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{named_[0]} belongs to faults=raise_error(): under skip_round and shrink workers come and go, and meet "
+            "through membership=cadenza.join(…)."
+        )
+    assert isinstance(strategy.faults, SkipRound | Shrink)
+    terms = "; ".join([strategy.describe(), f"Cadenza {__version__}", *view.describe()])
+    return Company(membership or join(), strategy.faults, strategy.levels[0], terms)
 
 
 class Synchronizer:
@@ -123,6 +154,7 @@ class Synchronizer:
         observers: Sequence[Observer],
         auto: bool,
         scaler: torch.amp.GradScaler | None,
+        company: Company | None = None,
     ) -> None:
         self.strategy = strategy
         self.observers = list(observers)
@@ -144,17 +176,18 @@ class Synchronizer:
         self._balance = Balance(strategy)
         self._open = True
         self._hooks: list[Callable[[], None]] = []
+        self._company = company
+        self._phase = 0  # counts the attempts of the last round
         self._check_turns()
         if auto and strategy.weight == "samples":
             raise ValueError(
                 'weight="samples" needs sync.step(samples=…) in the loop, and auto=True calls step() without it: use '
                 "auto=False, another weight, or a function that says how much this worker counts."
             )
-        self._levels[-1].take_from_first(view.everything())
-        if not strategy.warmup_steps:
-            self._end_warmup()
-        elif view.ddp is not None and not covers(view.ddp, self._levels[-1].transport.members):
-            widen(view.ddp, self._levels[-1].group, while_true=lambda: self.clock < strategy.warmup_steps)
+        if company is None:
+            self._begin()
+        else:
+            self._join(company)
         if auto:
             self._hook_optimizer(scaler)
         elif scaler is not None:
@@ -183,6 +216,9 @@ class Synchronizer:
             )
         self.clock += 1
         self._samples += samples or 0.0
+        if self._company is not None and (call := self._company.summons(self.clock)):
+            self._answer(call)
+            return
         if self.clock <= self.strategy.warmup_steps:
             self._count_warmup_step()
             return
@@ -228,10 +264,11 @@ class Synchronizer:
         self._check_open()
         if self.strategy.balanced:
             self.drain()  # the others may have more periods to go
-        for fragment in sorted(self._flights):
-            self._land(self._flights.pop(fragment))
+        self._land_all()
         last = len(self._levels) - 1
-        if self.clock > self.strategy.warmup_steps:
+        if self._company is not None:
+            self._end_together(self._company)
+        elif self.clock > self.strategy.warmup_steps:
             for fragment in range(len(self._fragments())):
                 if self._level_at.get(fragment) != self.clock:
                     self._run(last, fragment, delay=0, alpha=0.0)
@@ -241,7 +278,8 @@ class Synchronizer:
     def averaged(self) -> Iterator[torch.nn.Module]:
         """Give the model the mean of all workers' parameters inside the block, and their own back after it.
 
-        All ranks enter and leave together. Rounds in flight stay in flight.
+        All ranks enter and leave together. Rounds in flight stay in flight. Under `skip_round` and `shrink` it is what
+        the last rounds have agreed on, the anchor, and nothing is sent.
         """
         self._check_open()
         self._wait_for_courier()
@@ -251,7 +289,10 @@ class Synchronizer:
             tensors |= self._view.float_buffers()
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
-            self._levels[-1].average(tensors, step=self._moment)
+            if self._company is None:
+                self._levels[-1].average(tensors, step=self._moment)
+            else:
+                self._take_anchors()
             yield self._view.model
         finally:
             self._view.settle()
@@ -284,6 +325,9 @@ class Synchronizer:
         if self._courier is not None:
             self._courier.shutdown(wait=False, cancel_futures=True)
         self._flights.clear()
+        if self._company is not None:
+            self._company.close()
+            return
         for level in self._levels:
             level.abandon()
 
@@ -300,8 +344,8 @@ class Synchronizer:
 
     # ---- launching and landing -------------------------------------------------------------------------------------
 
-    def _launch_due(self, n: int) -> None:
-        fragment = -1
+    def _launch_due(self, n: int, *, after: int = -1) -> None:
+        fragment = after
         while (fragment := fragment + 1) < self._count:  # a round may find that there are more
             tracks = [self._track(level, fragment) for level in range(len(self._levels))]
             due = [track.schedule.is_due(n, track.schedule_state) for track in tracks]
@@ -318,6 +362,8 @@ class Synchronizer:
     def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
         level = self._levels[number]
+        if self._company is not None and not self._gather(self._company, fragment):
+            return None
         if level.alone and not level.plan.anchored and number < len(self._levels) - 1:
             return 0.0  # nobody to meet, and nothing to remember
         layout = self._layout(fragment)
@@ -345,6 +391,7 @@ class Synchronizer:
             alpha=0.0 if level.plan.outer.plain else alpha,
             inner_lrs=self._view.inner_lrs(),
             samples=self._samples,
+            call=Call(self.clock, self._phase, fragment),
         )
         weight, problem = self._weight(number, fragment)
         go = partial(
@@ -356,6 +403,7 @@ class Synchronizer:
             problem=problem,
             measure=self.strategy.measures_drift and not self.strategy.balanced,
             normalise=self.strategy.balanced,
+            company=self._company,
         )
         if self._courier is not None and delay:
             flight.passage = self._courier.submit(go)
@@ -368,10 +416,15 @@ class Synchronizer:
         started = time.perf_counter()
         level, track = self._levels[flight.level], self._track(flight.level, flight.fragment)
         passage = flight.passage.result()
+        if not isinstance(passage, Passage):
+            self._lose(flight, passage)
+            return None
         landed = track.anchors if level.plan.anchored else flight.values
         flight.write(landed)
         track.rounds += 1
         self._after_landing(flight, landed, passage)
+        if self._company is not None:
+            self._company.landed(flight.call, passage)
         flight.stall_s += time.perf_counter() - started
         self._report(flight, passage)
         return flight.drift
@@ -416,6 +469,8 @@ class Synchronizer:
             self._view.reset_optimizer_state(layout.names)
         elif level.plan.outer.needs_inner_lr:
             self._view.reset_momentum(layout.names)
+        if flight.poisoned:
+            self._view.reset_optimizer_state(layout.names)
         for inner in range(number + 1):
             self._counted[self._ledger(inner, fragment)] = flight.samples
         self._balance.learn(passage.headers, level.transport.position)
@@ -423,6 +478,113 @@ class Synchronizer:
             self._all_exhausted = all(header.exhausted for header in passage.headers)
             if not flight.alpha and not flight.late:
                 self._level_at[fragment] = self.clock
+
+    # ---- rounds that may fail --------------------------------------------------------------------------------------
+
+    def _join(self, company: Company) -> None:
+        """Start together with the others, or come to their next round if they have begun."""
+        if company.start(self):
+            return
+        tried: Call | None = None
+        while company.new:
+            tried = company.await_call(after=tried)
+            self._answer(tried)
+
+    def _answer(self, call: Call) -> None:
+        """Come to a round to which the others are called, at whatever step this worker is, and go on from theirs."""
+        self.clock = call.step
+        n = self.clock - self.strategy.warmup_steps
+        if call.phase:
+            self._run_last(range(call.fragment, self._count), call.phase)
+            return
+        drift = self._run(0, call.fragment, delay=self.strategy.delay, alpha=self.strategy.alpha)
+        self._track(0, call.fragment).count_round(n, drift)
+        self._launch_due(n, after=call.fragment)
+
+    def _gather(self, company: Company, fragment: int) -> bool:
+        """Come together with the others for a round; False if there is nothing more to do for it."""
+        started = time.perf_counter()
+        self._wait_for_courier()
+        layout = self._layout(fragment)
+        level = bool(self._phase) and self._level_at.get(fragment) == self.clock
+        call = Call(self.clock, self._phase, fragment)
+        found = company.gather(self, call, layout.fragment.digest.hex(), level=level)
+        if isinstance(found, Lost):
+            flight = Flight(0, fragment, self.clock, self.clock, layout, call=call)
+            flight.stall_s = time.perf_counter() - started
+            self._lose(flight, found)
+            return False
+        if found.level:  # the others hold the result of this step's round already
+            layout.unpack(self._track(0, fragment).anchors)
+            self._level_at[fragment] = self.clock
+            return False
+        return True
+
+    def _lose(self, flight: Flight, lost: Lost) -> None:
+        """Report a round that failed; a worker whose own values were the reason starts anew from the anchor."""
+        if flight.poisoned or lost.poisoned:
+            flight.layout.unpack(self._track(flight.level, flight.fragment).anchors)
+            self._view.reset_optimizer_state(flight.layout.names)
+        level = self._levels[flight.level]
+        report = RoundReport(
+            step=flight.step,
+            level=flight.level,
+            level_name=level.name,
+            fragment=flight.fragment,
+            fragment_name=f"fragment {flight.fragment}",
+            bytes_sent=0,
+            encoded_bytes=0,
+            raw_bytes=0,
+            stall_s=flight.stall_s,
+            wire_s=0.0,
+            delay=self.clock - flight.step,
+            drift=None,
+            codec=level.plan.codec.name,
+            codec_error=None,
+            weights=(),
+            participants=(),
+            reason=lost.reason,
+            absent=lost.absent,
+            kind="failed",
+        )
+        notify(self.observers, report)
+
+    def _end_together(self, company: Company) -> None:
+        """Run the last round until it succeeds, a few times; whatever happens, end with what was agreed on."""
+        for phase in range(1, _LAST_ATTEMPTS + 1):
+            if self._run_last(range(len(self._fragments())), phase):
+                company.finished()
+                return
+        company.warn("The last round failed; this worker ends with what was agreed on before it.")
+        self._take_anchors()
+
+    def _run_last(self, fragments: Iterable[int], phase: int) -> bool:
+        self._phase = phase
+        try:
+            self._land_all()
+            for fragment in fragments:
+                self._run(0, fragment, delay=0, alpha=0.0)
+        finally:
+            self._phase = 0
+        return all(self._level_at.get(fragment) == self.clock for fragment in fragments)
+
+    @torch.no_grad()
+    def _take_anchors(self) -> None:
+        """Give the parameters the values on which all have agreed."""
+        for (_, fragment), track in self._tracks.items():
+            self._layout(fragment).unpack(track.anchors)
+
+    def _land_all(self) -> None:
+        """Land what is in flight."""
+        for fragment in sorted(self._flights):
+            self._land(self._flights.pop(fragment))
+
+    def _reseat(self) -> None:
+        """Make what is kept between rounds fit the members that have come together now."""
+        for fragment in range(len(self._fragments())):
+            track = self._track(0, fragment)
+            track.fit(self._layout(fragment), self._levels[0].transport)
+            track.reseat(self._levels[0].transport)
 
     # ---- the pieces of a round -------------------------------------------------------------------------------------
 
@@ -446,6 +608,8 @@ class Synchronizer:
         """Let parameters that are new, or trained for the first time, start from one value on all ranks: their mean."""
         new = [name for name in names if name not in self._known]
         self._known.update(new)
+        if self._company is not None:
+            return  # they start from one value with everything else; the meetings' fingerprint finds a change
         if new and self.clock > self.strategy.warmup_steps:
             self._wait_for_courier()
             self._levels[-1].average(named(self._view.parameters(), new), step=self._moment)
@@ -524,7 +688,8 @@ class Synchronizer:
             codec=level.plan.codec.name,
             codec_error=math.sqrt(done.error2 / done.norm2) if done.norm2 else None,
             weights=tuple(passage.weights),
-            participants=tuple(level.transport.members),
+            participants=passage.members or tuple(level.transport.members),
+            reason="" if self._company is None else self._company.left_out(passage),
         )
         notify(self.observers, report)
 
@@ -551,6 +716,15 @@ class Synchronizer:
         self._gradients_averaged = False
         if self.clock == self.strategy.warmup_steps:
             self._end_warmup()
+
+    def _begin(self) -> None:
+        """Let all ranks start from the first one's values."""
+        self._levels[-1].take_from_first(self._view.everything())
+        ddp = self._view.ddp
+        if not self.strategy.warmup_steps:
+            self._end_warmup()
+        elif ddp is not None and not covers(ddp, self._levels[-1].transport.members):
+            widen(ddp, self._levels[-1].group, while_true=lambda: self.clock < self.strategy.warmup_steps)
 
     def _end_warmup(self) -> None:
         """Go over to local steps: DDP over all ranks falls silent, anchors are taken."""

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from cadenza.errors import CadenzaError, TurnedAwayError
 from cadenza.faults import FaultPolicy
 from cadenza.membership.roll import Call, Roll
 from cadenza.membership.seal import Seal
-from cadenza.membership.store import Line, wait_for
+from cadenza.membership.store import Line, append, wait_for
 
 __all__ = ["Guest", "MeetingFailedError", "Roster", "hold", "propose"]
 
@@ -49,6 +50,7 @@ class Guest:
         last: The members of the last roster that it has seen; empty for a worker that was in none.
         late_s: How late it came to a meeting that was held without it, if it was.
         generation: The process group that works for it; empty if none does.
+        level: Whether it holds the result of this very step's round, so that none is needed at the end of a run.
         here: False if it has given up waiting.
     """
 
@@ -60,6 +62,7 @@ class Guest:
     last: tuple[int, ...] = ()
     late_s: float = 0.0
     generation: str = ""
+    level: bool = False
     here: bool = True
 
     @property
@@ -79,6 +82,7 @@ class Roster:
         turned_away: Who came and may not take part, by number, and why.
         late: Who comes back after a round that was held without it, and how late it was for that one.
         keep: Whether the process group of the last round works for all of them.
+        level: Whether the leader holds the result of this step's round already.
         decided_at: When that was decided, in seconds since 1970 by the clock of the one who proposed it.
     """
 
@@ -89,6 +93,7 @@ class Roster:
     turned_away: Mapping[int, str] | None = None
     late: Mapping[int, float] | None = None
     keep: bool = False
+    level: bool = False
     decided_at: float = 0.0
 
     def pack(self) -> str:
@@ -108,7 +113,8 @@ def propose(
     guests: Mapping[int, Guest],
     policy: FaultPolicy,
     *,
-    alive: Set[int],
+    known: Set[int],
+    silent: Set[int],
     gone: Set[int],
     workers: int,
     time_is_up: bool,
@@ -118,7 +124,8 @@ def propose(
     Args:
         guests: Who is there now.
         policy: What is enough.
-        alive: Who beats, there or not.
+        known: Who has signed on.
+        silent: Who of them does not beat any more.
         gone: Who has signed off.
         workers: How many are expected at the very first meeting, numbered from 0.
         time_is_up: Whether those who are late have been waited for.
@@ -127,7 +134,7 @@ def propose(
         MeetingFailedError: There is no use in waiting.
     """
     agreed = _agreed(guests)
-    members = {worker for worker, guest in guests.items() if guest.terms == agreed and worker in alive}
+    members = {worker for worker, guest in guests.items() if guest.terms == agreed and worker not in silent}
     turned_away = {
         worker: "its model, strategy or version is not that of the others" for worker in guests.keys() - members
         if guests[worker].terms != agreed
@@ -136,7 +143,7 @@ def propose(
     leader = _leader(veterans) if veterans else None
     if leader is not None:
         last = set(leader.last) - gone
-        missing = ((last | alive) & alive) - gone - members - turned_away.keys()
+        missing = (last | known) - silent - members - turned_away.keys()
     else:
         last = set(range(workers))
         missing = last - members
@@ -156,7 +163,7 @@ def propose(
     late = {worker: guests[worker].late_s for worker in sorted(members) if guests[worker].late_s}
     groups = {guests[worker].generation for worker in members}
     keep = len(groups) == 1 and "" not in groups and leader is not None and set(leader.last) == members
-    return Roster(tuple(sorted(members)), first, tuple(behind), absent, turned_away, late, keep)
+    return Roster(tuple(sorted(members)), first, tuple(behind), absent, turned_away, late, keep, guests[first].level)
 
 
 def hold(
@@ -192,7 +199,8 @@ def hold(
             proposal = propose(
                 current,
                 policy,
-                alive=roll.alive(),
+                known=roll.known(),
+                silent=roll.silent(),
                 gone=roll.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,
@@ -204,8 +212,7 @@ def hold(
             break
         if proposal is not None:
             proposal = replace(proposal, decided_at=time.time())
-            sealed = seal.close(proposal.pack(), f"roster {call}")
-            text = line.call(lambda store: bytes(store.compare_set(f"{base}/roster", "", sealed)))
+            text = line.call(partial(_decide, f"{base}/roster", seal.close(proposal.pack(), f"roster {call}")))
         elif waited_s >= 3 * patience_s:
             line.call(lambda store: _leave(store, base, me, seal, call))
             raise MeetingFailedError(f"{told(guests)} came, but nothing was decided in {waited_s:.1f} s")
@@ -264,6 +271,8 @@ def _announce(line: Line, call: Call) -> None:
     """Make the meeting known to those who are behind; refuse one that lies before the latest."""
 
     def announce(store: dist.Store) -> bytes:
+        if store.check(["finished"]):
+            raise MeetingFailedError("the others have finished", behind=True)
         latest = bytes(store.get("latest")).decode() if store.check(["latest"]) else ""
         if not latest or Call.parse(latest) < call:
             store.set("latest", str(call))
@@ -276,8 +285,13 @@ def _announce(line: Line, call: Call) -> None:
         )
 
 
+def _decide(key: str, roster: str, store: dist.Store) -> bytes:
+    """Write a roster unless one stands already; return the one that stands."""
+    return bytes(store.compare_set(key, "", roster))
+
+
 def _sign(store: dist.Store, base: str, guest: Guest, seal: Seal, call: Call) -> None:
-    store.append(f"{base}/guests", seal.close(json.dumps(asdict(guest)), str(call)) + "\n")
+    append(store, f"{base}/guests", seal.close(json.dumps(asdict(guest)), str(call)) + "\n")
 
 
 def _leave(store: dist.Store, base: str, me: Guest, seal: Seal, call: Call) -> bytes | None:
@@ -303,7 +317,7 @@ def _agreed(guests: Mapping[int, Guest]) -> str:
     """Return the terms on which a round is held: those of most workers that have been in rounds, or of most."""
     veterans = [guest for guest in guests.values() if not guest.new] or list(guests.values())
     counts = Counter(guest.terms for guest in veterans)
-    first = {guest.terms: -guest.worker for guest in reversed(sorted(veterans, key=lambda guest: guest.worker))}
+    first = {guest.terms: -guest.worker for guest in sorted(veterans, key=lambda guest: -guest.worker)}
     return max(counts, key=lambda terms: (counts[terms], first[terms]))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
 from cadenza.membership.seal import Seal
-from cadenza.membership.store import Line
+from cadenza.membership.store import Line, append
 
 __all__ = ["Call", "Roll"]
 
@@ -56,6 +56,10 @@ class Call:
 class _Beat:
     value: str = ""
     silent_s: float = 0.0
+
+    @property
+    def left(self) -> bool:
+        return self.value.endswith(_GONE)
 
 
 class Roll:
@@ -96,16 +100,20 @@ class Roll:
         self._tick()
         self._thread.start()
 
-    def alive(self) -> set[int]:
-        """Return the workers that have signed on, have not signed off and are beating; this one is."""
+    def known(self) -> set[int]:
+        """Return the workers that have ever signed on, as of the last beat."""
         with self._lock:
-            beating = {w for w, b in self._beats.items() if b.silent_s <= self._lease_s and not b.value.endswith(_GONE)}
-        return beating | {self.worker}
+            return set(self._beats) | {self.worker}
+
+    def silent(self) -> set[int]:
+        """Return those of which it is known that they do not beat any more."""
+        with self._lock:
+            return {w for w, b in self._beats.items() if b.silent_s > self._lease_s or b.left} - {self.worker}
 
     def gone(self) -> set[int]:
-        """Return the workers that have signed off, or that somebody saw die."""
+        """Return those that have signed off, or that somebody saw die."""
         with self._lock:
-            return {worker for worker, beat in self._beats.items() if beat.value.endswith(_GONE)} - {self.worker}
+            return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
 
     def is_current(self, worker: int, incarnation: str) -> bool:
         """Tell whether a process still is the one in its worker's place, as far as is known."""
@@ -151,10 +159,10 @@ class Roll:
         self._number += 1
         store.set(_key(self.worker), f"{self.incarnation} {self._number}")
         if not self._signed_on:
-            store.append("latest", "")
+            append(store, "latest", "")
             if [self.worker, self.incarnation] not in self._registry(store):
                 entry = self._seal.close(json.dumps([self.worker, self.incarnation]), "registry")
-                store.append("registry", entry + "\n")
+                append(store, "registry", entry + "\n")
             self._signed_on = True
         registry = self._registry(store)
         others = sorted({worker for worker, _ in registry})

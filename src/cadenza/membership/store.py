@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
 
-__all__ = ["Line", "serve", "wait_for"]
+__all__ = ["Line", "append", "serve", "wait_for"]
 
 T = TypeVar("T")
 
@@ -76,9 +76,12 @@ class Line:
         except FutureTimeoutError:
             self._give_up(work)
             raise StoreLostError(self._lost("did not answer")) from None
-        except TransportError as error:
+        except StoreLostError as error:
             self._give_up(work)
             raise StoreLostError(self._lost(str(error))) from None
+        except TransportError:
+            self._give_up(work)
+            raise
 
     def close(self) -> None:
         """Let the connection go."""
@@ -131,6 +134,11 @@ def _attend(
         except BaseException as error:
             future.set_exception(error)
         del function, future
+
+
+def append(store: dist.Store, key: str, text: str) -> None:
+    """Add text to what stands under a key, at once, whoever else does so too."""
+    store.append(key, text)  # type: ignore[attr-defined]
 
 
 def wait_for(store: dist.Store, key: str, seconds: float) -> bytes | None:

@@ -1,0 +1,104 @@
+"""Workers that train under `skip_round` or `shrink`, and what befalls them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import cadenza
+from cadenza.membership import Membership
+from cadenza.reports import RoundReport
+
+QUICK = {"grace_s": 3.0, "first_s": 20.0}
+LEASE_S = 0.6
+
+
+def build(worker: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model, another one on every worker: they start from one only if they agree to."""
+    torch.manual_seed(100 + worker)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> float:
+    """One local step on data that is the same whenever this worker takes this step."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    batch = torch.randn(16, 8, generator=generator)
+    loss = (model(batch) - batch[:, :4]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+class Told(list[RoundReport]):
+    """The reports of a run."""
+
+    def __call__(self, report: RoundReport) -> None:
+        self.append(report)
+
+    def steps(self, kind: str) -> list[int]:
+        return [report.step for report in self if report.kind == kind]
+
+
+def join(port: int, worker: int, workers: int, **options: Any) -> Membership:
+    return cadenza.join(f"127.0.0.1:{port}", worker=worker, workers=workers, lease_s=LEASE_S, **options)
+
+
+def train(
+    port: int,
+    workers: int,
+    strategy: cadenza.Strategy,
+    steps: int,
+    *,
+    worker: int | None = None,
+    at: dict[int, Callable[[Any], None]] | None = None,
+    step_s: float = 0.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train to the end, doing something at given steps; return what can be compared."""
+    worker = int(os.environ["RANK"]) if worker is None else worker
+    model, optimizer = build(worker)
+    told = Told()
+    membership = join(port, worker, workers, **options)
+    sync = cadenza.attach(model, optimizer, strategy, membership=membership, observers=[told])
+    joined_at = sync.clock
+    taken = 0
+    while sync.clock < steps:
+        take_step(model, optimizer, worker, sync.clock)
+        taken += 1
+        if at and (act := at.get(sync.clock + 1)):
+            act(sync)
+        time.sleep(step_s)
+        sync.step(samples=16)
+    sync.finish()
+    return {
+        "worker": worker,
+        "joined_at": joined_at,
+        "taken": taken,
+        "clock": sync.clock,
+        "values": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "rounds": told.steps("round"),
+        "failed": told.steps("failed"),
+        "reasons": [report.reason for report in told],
+        "participants": [report.participants for report in told if report.kind == "round"],
+    }
+
+
+def kill(_: Any = None) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for(seconds: float) -> Callable[[Any], None]:
+    def stop(_: Any) -> None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return stop
