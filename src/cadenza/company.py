@@ -95,6 +95,7 @@ class Company:
 
     def start(self, sync: Held) -> bool:
         """Come to the first meeting, and start from its leader's values; False if it was held before."""
+        reason = ""
         for phase in range(_ATTEMPTS):
             found = self.gather(sync, Call(0, phase), "start", patience_s=self.policy.patience.first_s)
             if isinstance(found, Roster):
@@ -102,7 +103,8 @@ class Company:
                 return True
             if self.behind:
                 return False
-        raise TransportError(f"The workers did not come together: {found.reason}.")
+            reason = found.reason
+        raise TransportError(f"The workers did not come together: {reason}.")
 
     def summons(self, step: int) -> Call | None:
         """Return the meeting that the others are at, if this worker is behind and should come to it now."""

@@ -187,7 +187,11 @@ class Synchronizer:
         if company is None:
             self._begin()
         else:
-            self._join(company)
+            try:
+                self._join(company)
+            except BaseException:
+                company.close()
+                raise
         if auto:
             self._hook_optimizer(scaler)
         elif scaler is not None:
@@ -600,7 +604,7 @@ class Synchronizer:
         names = self._fragments()[fragment]
         self._welcome(names)
         layout = Layout(named(self._view.parameters(), names), home=self._home)
-        for level in self._levels:
+        for level in self._levels if self._company is None else ():
             layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
         return layout
 
