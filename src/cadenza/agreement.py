@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cadenza.errors import DisagreementError, TransportError
+from cadenza.errors import DisagreementError, StoreLostError
 
 __all__ = ["HEADER_BYTES", "Header", "Stance", "Vote", "disagreement"]
 
@@ -187,7 +187,7 @@ class Vote:
             committed = self._verdict(hopeless) == "commit"
             self._leave()
         except RuntimeError as error:
-            raise TransportError(
+            raise StoreLostError(
                 "The store was lost during the vote. This rank's parameters are as they were, but another rank may "
                 f"have seen the vote pass before. {error}"
             ) from error

@@ -82,6 +82,7 @@ class Company:
         self._late_s = 0.0
         self._usual_s: float | None = None
         self._held: list[str] = []
+        self._losses = 0
 
     @property
     def new(self) -> bool:
@@ -124,6 +125,12 @@ class Company:
                 return call
             time.sleep(0.2 * self.membership.roll.tick_s)
 
+    def await_store(self) -> None:
+        """Wait for a store that is away, as long as for a worker that is late."""
+        deadline = time.monotonic() + self.policy.patience.grace_s
+        while not self.membership.roll.connected and time.monotonic() < deadline:
+            time.sleep(self.membership.roll.tick_s)
+
     def gather(
         self, sync: Held, call: Call, digest: str, *, level: bool = False, patience_s: float | None = None
     ) -> Roster | Lost:
@@ -131,6 +138,10 @@ class Company:
         if not self.membership.roll.connected:
             self.behind = True
             return Lost("the store cannot be reached")
+        if self._losses != self.membership.roll.losses:
+            self._losses = self.membership.roll.losses
+            for line in self._lines:
+                line.close()
         began = time.time()
         try:
             roster = hold(

@@ -122,7 +122,7 @@ def carry(
             torch.sub(anchor, flat, out=flat)
     norm2 = norm_squared(*values)
     problem = problem or _not_finite(flight, norm2)
-    header = replace(header, norm2=norm2)
+    header = replace(header, norm2=norm2, atomic=company is not None)
     if company is not None and problem is not None:
         header, problem = _harmless(flight, header), None
     go = partial(

@@ -556,6 +556,7 @@ class Synchronizer:
     def _end_together(self, company: Company) -> None:
         """Run the last round until it succeeds, a few times; whatever happens, end with what was agreed on."""
         for phase in range(1, _LAST_ATTEMPTS + 1):
+            company.await_store()
             if self._run_last(range(len(self._fragments())), phase):
                 company.finished()
                 return

@@ -36,7 +36,7 @@ def strategies() -> dict[str, cadenza.Strategy]:
         "mean": cadenza.local_sgd(period=5, faults=faults),
         "feedback": cadenza.diloco(period=5, outer_lr=0.5, codec=feedback, faults=faults),
         "late": cadenza.streaming_diloco(period=6, delay=2, layers=1, faults=faults),
-        "adaptive": cadenza.sparse_loco(cadenza.adaptive(4, target=0.1, maximum=12), faults=faults),
+        "adaptive": cadenza.sparse_loco(cadenza.adaptive(4, target_drift=0.1, minimum=3, maximum=12), faults=faults),
     }
 
 

@@ -77,7 +77,9 @@ def train(
         if at and (act := at.get(sync.clock + 1)):
             act(sync)
         time.sleep(step_s)
+        before, count = everything_of(sync), len(told)
         sync.step(samples=16)
+        check_untouched(before, sync, told[count:])
     sync.finish()
     return {
         "worker": worker,
@@ -90,6 +92,20 @@ def train(
         "reasons": [report.reason for report in told],
         "participants": [report.participants for report in told if report.kind == "round"],
     }
+
+
+def everything_of(sync: cadenza.Synchronizer) -> dict[str, torch.Tensor]:
+    """Copies of all that a failed round must leave alone: parameters, anchors, outer state, residuals."""
+    kept = {key: value for key, value in sync.state_dict().items() if isinstance(value, torch.Tensor)}
+    return kept | {f"model/{name}": value.detach().clone() for name, value in sync._view.everything().items()}
+
+
+def check_untouched(before: dict[str, torch.Tensor], sync: cadenza.Synchronizer, told: list[RoundReport]) -> None:
+    """Hold that a step in which rounds failed, and none landed, has changed nothing; poison is thrown away."""
+    if told and all(report.kind == "failed" and "contribution" not in report.reason for report in told):
+        after = everything_of(sync)
+        same = {key for key in before if key in after and torch.equal(before[key], after[key])}
+        assert same == before.keys() == after.keys(), f"a failed round changed {sorted(before.keys() ^ same)}"
 
 
 def kill(_: Any = None) -> None:

@@ -41,7 +41,7 @@ class Membership:
         try:
             self.roll.start()
         except StoreLostError as error:
-            raise StoreLostError(f"{error} Start it with python -m cadenza.membership.store, or wait for it.") from None
+            raise StoreLostError(f"{error} Start it with python -m cadenza.membership, or wait for it.") from None
 
     def line(self) -> Line:
         """Return a new line to the store; a thread that waits on it keeps no other one waiting."""

@@ -70,6 +70,7 @@ class Roll:
         connected: Whether the store answers.
         latest: The latest meeting that anyone has come to, as of the last beat.
         replaced: Whether another process has taken this worker's place.
+        losses: How often the store was lost: connections made before are of no use.
     """
 
     def __init__(self, line: Line, worker: int, seal: Seal, *, lease_s: float) -> None:
@@ -79,6 +80,7 @@ class Roll:
         self.connected = False
         self.latest: Call | None = None
         self.replaced = False
+        self.losses = 0
         self._lease_s = lease_s
         self._line = line
         self._beats: dict[int, _Beat] = {}
@@ -135,6 +137,7 @@ class Roll:
                 self._tick()
             except StoreLostError as error:
                 if self.connected:
+                    self.losses += 1
                     _logger.warning("%s Training goes on, rounds are skipped until it is back.", error)
                 self.connected = self._signed_on = False
 

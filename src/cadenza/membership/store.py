@@ -3,18 +3,16 @@
 A client of a TCPStore whose link is cut waits for as long as TCP does. So every call is made on a thread of the line,
 and given up after a while together with the thread; the next call opens a new connection.
 
-From the shell: ``python -m cadenza.membership.store --port 29400``.
+From the shell: ``python -m cadenza.membership --port 29400``.
 """
 
 from __future__ import annotations
 
-import argparse
 import queue
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -166,18 +164,3 @@ def parse_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit():
         raise ValueError(f'The address of a store is "host:port", such as "10.0.0.1:29400"; got {address!r}.')
     return host.strip("[]"), int(port)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve a store until this process is ended."""
-    parser = argparse.ArgumentParser(prog="python -m cadenza.membership.store", description=main.__doc__)
-    parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one, which is printed")
-    given = parser.parse_args(arguments)
-    store = serve(given.port, host=given.host)
-    print(store.port, flush=True)
-    signal.pause()
-
-
-if __name__ == "__main__":
-    main()

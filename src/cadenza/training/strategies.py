@@ -47,7 +47,7 @@ CODECS = tuple(_CODECS)
 _FEEDBACK = "+feedback"
 
 # Choices of a Strategy that a table of TOML can hold; levels and fragments are the preset's business.
-_CHOICES = tuple(f.name for f in fields(Strategy) if f.name not in ("levels", "fragments", "balanced"))
+_CHOICES = tuple(f.name for f in fields(Strategy) if f.name not in ("levels", "fragments", "balanced", "faults"))
 
 
 def nearest(given: str, allowed: Sequence[str]) -> str:

@@ -1,0 +1,24 @@
+"""``python -m cadenza.membership --port 29400``: the store in which workers meet, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from cadenza.membership.store import serve
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve a store until this process is ended."""
+    parser = argparse.ArgumentParser(prog="python -m cadenza.membership", description=main.__doc__)
+    parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one, which is printed")
+    given = parser.parse_args(arguments)
+    store = serve(given.port, host=given.host)
+    print(store.port, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
