@@ -52,7 +52,7 @@ def opened_browser() -> Iterator[webdriver.Chrome]:
         browser.quit()
 
 
-def wait_until_drawn(browser: Any, timeout_s: float = 60) -> float:
+def wait_until_drawn(browser: Any, timeout_s: float = 200) -> float:
     """Return when all charts of a report were drawn, in milliseconds since the navigation began."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

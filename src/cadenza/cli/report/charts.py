@@ -18,7 +18,7 @@ RUN_COLOURS = 8
 
 @dataclass(frozen=True)
 class Key:
-    """A line of a legend: `style` is "line", "thin", "dotted" or "box"."""
+    """A line of a legend: `style` is "line", "thin", "dotted", "box", "dot" or "ring"."""
 
     label: str
     colour: str

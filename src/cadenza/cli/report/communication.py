@@ -15,7 +15,7 @@ __all__ = ["bytes_charts", "drift_chart", "drift_table", "levels_table"]
 
 _POINTS = 1000
 _ROWS = 40
-_DASHES = ("solid", "dash", "dot", "dashdot")
+_DASHES = ("solid", "dot", "dash", "dashdot")
 _LEVEL_COLOURS = 4
 
 
@@ -28,7 +28,8 @@ def drift_chart(runs: Sequence[RunData]) -> Chart | None:
             traces.append(_drift_trace(number, level, rounds, named))
             drifts = [round_.drift for round_ in rounds if round_.drift is not None]
             words.append(f"{named}: drift goes from {drifts[0]:.3g} to {drifts[-1]:.3g}, at most {max(drifts):.3g}")
-            keys.append(Key(named, colour_of_run(number), ("line", "dotted")[min(level, 1)], number))
+            styles = ("dot", "ring") if _several_fragments(rounds) else ("line", "dotted")
+            keys.append(Key(named, colour_of_run(number), styles[min(level, 1)], number))
     if not traces:
         return None
     y = axis("Drift", rangemode="tozero")
@@ -105,15 +106,21 @@ def _drift_trace(number: int, level: int, rounds: Sequence[Round], name: str) ->
     drifts = [round_.drift or 0.0 for round_ in rounds]
     kept = keep_extremes(drifts, _POINTS)
     colour = f"var(--{colour_of_run(number)})"
-    several = len({round_.fragment for round_ in rounds}) > 1
+    several = _several_fragments(rounds)
     return {
         "type": "scatter", "mode": "markers" if several else "lines+markers" if len(kept) <= 60 else "lines",
         "x": [rounds[index].step for index in kept], "y": rounded(drifts[index] for index in kept),
         "line": {"color": colour, "width": 2, "dash": _DASHES[level % len(_DASHES)]},
-        "marker": {"color": colour, "size": 5}, "meta": {"run": number, "name": escape(name)},
+        "marker": {"color": colour, "size": 6, "symbol": "circle-open" if several and level else "circle"},
+        "meta": {"run": number, "name": escape(name)},
         "text": [f", fragment {rounds[index].fragment}" for index in kept] if several else "",
         "hovertemplate": "%{meta.name}<br>drift %{y:.3g}<br>step %{x:,}%{text}<extra></extra>",
     }  # fmt: skip
+
+
+def _several_fragments(rounds: Sequence[Round]) -> bool:
+    """Return whether a line through the rounds would only jump between fragments."""
+    return len({round_.fragment for round_ in rounds}) > 1
 
 
 def _levels_chart(runs: Sequence[RunData]) -> Chart | None:
