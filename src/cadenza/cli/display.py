@@ -6,6 +6,7 @@ less often if it must, so that it stays below half a percent of one core.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -135,8 +136,7 @@ def draw(progress: Progress, title: str, width: int = 80, height: int = 40, noti
             for line in _wrapped(facts, width):
                 picture.append_text(line).append("\n")
     if notice:
-        for line in _wrapped([Text(word, "yellow") for word in notice.split(" ")], width, " "):
-            picture.append_text(line).append("\n")
+        picture.append("\n".join(textwrap.wrap(notice, width)) + "\n", "yellow")
     picture.right_crop(1)
     return picture
 
@@ -229,14 +229,14 @@ def _fact(before: str, figure: str, after: str = "") -> Text:
     return Text.assemble((before, "dim"), (figure, "bold"), (after, "dim"))
 
 
-def _wrapped(pieces: list[Text], width: int, between: str = " · ") -> list[Text]:
+def _wrapped(pieces: list[Text], width: int) -> list[Text]:
     """Return the pieces in lines that break between them, and never inside one."""
     lines = [Text()]
     for piece in pieces:
-        if lines[-1] and len(lines[-1]) + len(between) + len(piece) > width:
+        if lines[-1] and len(lines[-1]) + 3 + len(piece) > width:
             lines.append(Text())
         if lines[-1]:
-            lines[-1].append(between, "dim")
+            lines[-1].append(" · ", "dim")
         lines[-1].append_text(piece)
     return lines
 

@@ -24,9 +24,13 @@ from cadenza.training.config import LaunchSettings
 __all__ = ["Meeting", "arrange", "node_range"]
 
 _DEFAULT_PORT = 29400  # torch's
-_ANSWER_S = 12.0  # most of it for importing torch on a busy machine
+_ANSWER_S = 5
 _ELSEWHERE = "192.0.2.1"  # an address of no machine
-_ASK = "import sys, torch.distributed as d; d.TCPStore(sys.argv[1], int(sys.argv[2]), wait_for_workers=False)"
+_ASK = """
+import signal, sys, torch.distributed as dist
+signal.alarm(int(sys.argv[3]))  # no timeout of torch's ends the wait for a program that listens and says nothing
+dist.TCPStore(sys.argv[1], int(sys.argv[2]), wait_for_workers=False)
+"""
 
 
 @dataclass(frozen=True)
@@ -136,15 +140,9 @@ def _is_taken(address: str, port: int) -> bool:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Say whether what listens there is a store of torch's, as another node of a run on this machine has.
-
-    A process asks, because no timeout of torch's ends the wait for a program that listens and says nothing.
-    """
-    asking = [sys.executable, "-c", _ASK, host, str(port)]
-    try:
-        return subprocess.run(asking, capture_output=True, timeout=_ANSWER_S, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    """Say whether what listens there is a store of torch's, as another node of a run on this machine has."""
+    asking = [sys.executable, "-c", _ASK, host, str(port), str(_ANSWER_S)]
+    return subprocess.run(asking, capture_output=True, check=False).returncode == 0
 
 
 def _route_to(address: str) -> str | None:

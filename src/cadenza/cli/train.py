@@ -207,7 +207,8 @@ def _begin(
                 "the same --run FOLDER."
             )
         folder = _default_folder(config.strategy.name)
-    arrange(config.launch, name=folder.name)  # before there is a folder, say what is wrong with the endpoint
+    if link is None:
+        arrange(config.launch, name=folder.name)  # what is wrong with the endpoint is said before there is a folder
     with nullcontext() if link is None else emulated(link, config) as network:
         run = make_run(folder, config)
         try:
