@@ -10,7 +10,7 @@ RANKS  ?= 4
 VENV_PYTHON := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format bench docs clean
+.PHONY: help install train test lint format bench race docs clean
 
 help: ## list the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,11 +36,15 @@ format: $(STAMP) ## rewrite the sources the way ruff likes them
 bench: $(STAMP) ## measure averaging against torch's (ARGS="…" go to the benchmark)
 	$(VENV_PYTHON) lab/bench_average.py $(ARGS)
 
+race: $(STAMP) ## Cadenza against its rivals on emulated links, under 15 minutes (root; ARGS="…" go to lab.race)
+	$(VENV_PYTHON) -m pip install --quiet -c constraints.txt matplotlib
+	$(VENV_PYTHON) -m lab.race headline $(ARGS)
+
 docs: $(STAMP) ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what was built or cached, and .venv
-	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-race build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_PYTHON):

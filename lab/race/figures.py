@@ -48,9 +48,10 @@ class Times:
         return [run[what] / job.steps for run in same]
 
     def step(self, label: str, link: str, period: int | None = None, what: str = "elapsed_s") -> float | None:
-        """Return what one step takes on average. Where only one period was timed, it follows from that one:
+        """Return what one step takes on average.
 
-        the compute is the same in every step, and what is above it comes once a period.
+        Where only one period was timed, it follows from that one: the compute is the same in every step, and what is
+        above it comes once a period.
         """
         entry = ENTRIES[label]
         period = period or entry.timed_period

@@ -1,8 +1,8 @@
 """What runs in each race: the methods, at which settings, on which links.
 
 The loss after so many steps does not depend on the link, and the time of a step does not depend on how far training
-has come. So every method trains once without a limit on the links (`training`), some steps of it are timed on every link
-(`timing`), and the time to a loss is computed from both.
+has come. So every method trains once without a limit on the links (`training`), some steps of it are timed on every
+link (`timing`), and the time to a loss is computed from both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
         label: Its name in tables.
         bits: What a value takes on the wire; with the number of workers that gives the bytes that must move.
         periods: The steps between two synchronisations that it is tried at.
-        outer_lrs: The outer learning rates that it is tried at; none if it has no such thing.
+        outers: The outer learning rates and momenta that it is tried at; none if it has no such thing.
         late: Whether its rounds land some steps after their launch, while training goes on.
         uneven: Whether the cost of a period depends on its length in other ways, so that each is timed.
     """
@@ -37,7 +37,7 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
     bits: float = 32
     periods: tuple[int, ...] = (8, 16, 32, 64)
-    outer_lrs: tuple[float, ...] = ()
+    outers: tuple[tuple[float, float], ...] = ()
     late: bool = False
     uneven: bool = False
 
@@ -48,12 +48,15 @@ class Entry:
     def jobs(self) -> Iterator[Job]:
         """Yield the settings that it is tried at."""
         for period in self.periods:
-            for outer_lr in self.outer_lrs or (None,):
-                extra = {} if outer_lr is None else {"outer_lr": outer_lr}
+            for extra in self.outer_settings():
                 yield Job(self.method, period, {**self.settings, **extra})
 
+    def outer_settings(self) -> list[dict[str, float]]:
+        return [{"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in self.outers] or [{}]
 
-OUTER_LRS = (0.4, 0.7, 1.0)
+
+# The first is what short periods want (docs/convergence.md), the second what the paper and torchft recommend.
+OUTERS = ((1.0, 0.8), (0.7, 0.9))
 LONG = (16, 32, 64)
 ENTRIES = {
     entry.label: entry
@@ -72,33 +75,29 @@ ENTRIES = {
             periods=LONG,
             uneven=True,
         ),
-        Entry(
-            "torch PostLocalSGDOptimizer",
-            "torch PostLocalSGDOptimizer",
-            {"gradient_steps": GRADIENT_STEPS},
-        ),
+        Entry("torch PostLocalSGDOptimizer", "torch PostLocalSGDOptimizer", {"gradient_steps": GRADIENT_STEPS}),
         Entry("Accelerate LocalSGD", "Accelerate LocalSGD"),
         Entry("torchft LocalSGD", "torchft LocalSGD"),
-        Entry("torchft DiLoCo", "torchft DiLoCo", outer_lrs=OUTER_LRS),
+        Entry("torchft DiLoCo", "torchft DiLoCo", outers=OUTERS),
         Entry(
             "torchft Streaming DiLoCo",
             "torchft Streaming DiLoCo",
             {"fragments": 2, "delay": 3, "alpha": 0.5},
             periods=LONG,
-            outer_lrs=OUTER_LRS,
+            outers=OUTERS,
             late=True,
         ),
         Entry("fairscale SlowMo", "fairscale SlowMo", {"momentum": 0.2}),
         Entry("hivemind", "hivemind", periods=(16,), late=True),
         Entry("Cadenza local_sgd", "Cadenza local_sgd"),
         Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 4}, 8, LONG, late=True),
-        Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outer_lrs=OUTER_LRS),
+        Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outers=OUTERS),
         Entry(
             "Cadenza diloco int8, gradients first",
             "Cadenza diloco",
             {"codec": "int8", "gradient_steps": GRADIENT_STEPS},
             8,
-            outer_lrs=OUTER_LRS,
+            outers=OUTERS,
         ),
         Entry(
             "Cadenza streaming_diloco",
@@ -106,7 +105,7 @@ ENTRIES = {
             {"codec": "e3m0", "delay": 3, "layers": 2, "alpha": 0.5},
             4,
             periods=LONG,
-            outer_lrs=OUTER_LRS,
+            outers=OUTERS,
             late=True,
         ),
         Entry("Cadenza hierarchical", "Cadenza hierarchical", {"inner_period": 4}, periods=LONG, uneven=True),
@@ -140,7 +139,7 @@ FULL = Scale(
     timed=20,
     links=("1gbit", "100mbit", "20mbit"),
     curve_links=("300mbit", "50mbit", "10mbit"),
-    lrs=(1e-3, 2e-3, 4e-3),
+    lrs=(1e-3, 3e-3),
     millions=(1, 3, 10, 30, 100),
     workers=(2, 4, 8),
 )
@@ -177,12 +176,10 @@ def timed(entry: Entry, scale: Scale, period: int | None = None) -> Job:
     """
     period = period or entry.timed_period
     settings = {key: value for key, value in entry.settings.items() if key != "gradient_steps"}
-    if entry.outer_lrs:
-        settings["outer_lr"] = entry.outer_lrs[0]
     return Job(
         entry.method,
         period,
-        settings,
+        {**settings, **entry.outer_settings()[0]},
         steps=period * -(-scale.timed // period),
         warm=period if entry.late else 4,
         size=scale.size,
@@ -194,13 +191,14 @@ def entries(labels: Iterable[str] | None = None) -> list[Entry]:
 
 
 def training(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
-    """Yield what trains: every entry at every period and outer learning rate; inner rates are swept at one period."""
+    """Yield what trains: every entry at every period and outer learning rate; inner rates are swept at one of them."""
     for entry in entries(labels):
         for job in entry.jobs():
             at_first = job.period == entry.timed_period
             if entry.label in SAME_CURVE and not at_first:
                 continue
-            for lr in scale.lrs if at_first else scale.lrs[:1]:
+            swept = at_first and entry.outer_settings()[0].items() <= job.settings.items()
+            for lr in scale.lrs if swept else scale.lrs[:1]:
                 yield trained(job, scale).but(lr=lr), "unlimited"
 
 
@@ -313,6 +311,7 @@ def headline(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tupl
 
 
 SEEDS = (1, 2, 3)
+OUTER = {"outer_lr": OUTERS[0][0], "outer_momentum": OUTERS[0][1]}
 LOSSES = {
     "DDP": Job("DDP"),
     "local_sgd": Job("Cadenza local_sgd", 16, {"codec": "fp32"}),
@@ -322,11 +321,13 @@ LOSSES = {
     "slowmo": Job("Cadenza slowmo", 16),
     "sparse_loco": Job("Cadenza sparse_loco", 16),
     **{
-        f"diloco {codec}": Job("Cadenza diloco", 16, {"codec": codec, "outer_lr": 0.4})
+        f"diloco {codec}": Job("Cadenza diloco", 16, {"codec": codec, **OUTER})
         for codec in ("fp32", "bf16", "int8", "int8+feedback", "e3m0", "e3m0+feedback")
     },
     **{
-        f"streaming_diloco {codec}": Job("Cadenza streaming_diloco", 16, {"codec": codec, "layers": 2, "delay": 3})
+        f"streaming_diloco {codec}": Job(
+            "Cadenza streaming_diloco", 16, {"codec": codec, "layers": 2, "delay": 3, **OUTER}
+        )
         for codec in ("fp32", "e3m0")
     },
 }

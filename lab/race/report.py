@@ -57,12 +57,12 @@ def finish_table(found: Sequence[Finish], fewest: float, ddp: float | None, link
     rows = []
     for way in sorted(found, key=lambda way: way.seconds):
         job = way.job
-        outer = job.settings.get("outer_lr")
+        outer = [f"{job.settings[key]:g}" for key in ("outer_lr", "outer_momentum") if key in job.settings]
         rows.append(
             [
                 way.label,
                 str(job.period),
-                f"{job.lr:g}" + ("" if outer is None else f", {outer:g}"),
+                ", ".join([f"{job.lr:g}", *outer]),
                 f"{way.steps:.0f}",
                 f"{way.seconds:.1f}",
                 number(None if ddp is None else ddp / way.seconds, 1),
@@ -73,7 +73,16 @@ def finish_table(found: Sequence[Finish], fewest: float, ddp: float | None, link
                 f"{way.megabytes:.1f}",
             ]
         )
-    head = ["contender", "H", "lr, outer lr", "steps", "s", "DDP ÷ it", "÷ fewest steps alone", "÷ its steps alone"]
+    head = [
+        "contender",
+        "H",
+        "lr, outer lr, momentum",
+        "steps",
+        "s",
+        "DDP ÷ it",
+        "÷ fewest steps alone",
+        "÷ its steps alone",
+    ]
     return table([*head, "s above compute", "the link needs, s", "MB a worker"], rows)
 
 

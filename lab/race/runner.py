@@ -26,7 +26,7 @@ UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 
 
 class Link(str):
-    """Where a job runs: "100mbit", "unlimited" or, for two sites, "sites 1gbit 20mbit"; with "x8" on 8 hosts, else 4."""
+    """Where a job runs: "100mbit", "unlimited" or, for two sites, "sites 1gbit 20mbit"; "x8": on 8 hosts."""
 
     def network(self) -> Network:
         words = self.split()

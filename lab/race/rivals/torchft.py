@@ -87,7 +87,8 @@ METHODS = {"local_sgd": local_sgd, "diloco": diloco, "streaming": streaming}
 
 
 def outer(parameters: Iterable[torch.nn.Parameter], job: Job) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=job.settings.get("outer_lr", 0.7), momentum=0.9, nesterov=True)
+    lr, momentum = job.settings.get("outer_lr", 0.7), job.settings.get("outer_momentum", 0.9)
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
 
 
 def split(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
