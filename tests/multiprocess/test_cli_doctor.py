@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cadenza import emulation
 from cadenza.cli.app import main
-from cadenza.cli.doctor import links
+from cadenza.cli.doctor import links, member
 from cadenza.emulation import Network
 from support.ranks import RankPool
 
@@ -26,14 +26,22 @@ ROOT = Path(__file__).parents[2]
 needs_network = pytest.mark.skipif(emulation.available() is not None, reason=str(emulation.available()))
 
 
-def run_doctor(*arguments: str, of_rank: dict[int, dict[str, str]] | None = None, absent: int = -1) -> tuple[Any, ...]:
+def run_doctor(
+    *arguments: str, of_rank: dict[int, dict[str, str]] | None = None, absent: int = -1, apart: bool = False
+) -> tuple[Any, ...]:
     """Run the command on this rank; return its exit code and what it wrote."""
     rank = int(os.environ["RANK"])
     if rank == absent:
         return 0, "", ""
     os.environ.update((of_rank or {}).get(rank, {}))
     out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+    with ExitStack() as stack:
+        if apart:  # as if the ranks were on machines of their own
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(member, "network_id", lambda: str(rank))
+        stack.enter_context(redirect_stdout(out))
+        stack.enter_context(redirect_stderr(err))
+        ended = stack.enter_context(pytest.raises(SystemExit))
         main(["doctor", "--json", *arguments])
     return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
@@ -77,11 +85,17 @@ def test_an_interface_that_does_not_exist_stops_the_doctor_before_it_hangs(ranks
 
 def test_loopback_between_two_hosts_is_found_before_anything_hangs(ranks: RankPool) -> None:
     hosts = {rank: {"GLOO_SOCKET_IFNAME": "lo", "GROUP_RANK": str(rank)} for rank in range(2)}
-    answers = ranks.run(2, run_doctor, "--timeout", "50", of_rank=hosts, init=False)
+    answers = ranks.run(2, run_doctor, "--timeout", "50", of_rank=hosts, apart=True, init=False)
     assert [answer[0] for answer in answers] == [1, 1]
     assert "which no other host can reach" in found(answers[0][1], "Gloo address")["text"]
     assert found(answers[0][1], "MASTER_ADDR")  # it is 127.0.0.1 too
     assert json.loads(answers[0][1])["links"] == []
+
+
+def test_two_launchers_on_one_machine_may_use_loopback(ranks: RankPool) -> None:
+    nodes = {rank: {"GLOO_SOCKET_IFNAME": "lo", "GROUP_RANK": str(rank)} for rank in range(2)}
+    code, out, _ = ranks.run(2, run_doctor, "--timeout", "50", "--seconds", "1", of_rank=nodes, init=False)[0]
+    assert (code, len(json.loads(out)["links"])) == (0, 1)
 
 
 def test_a_rank_that_never_comes_is_named(ranks: RankPool) -> None:

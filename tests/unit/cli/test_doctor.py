@@ -22,8 +22,8 @@ from cadenza.cli.doctor.findings import Finding, merge, note, ok, problem
 from cadenza.cli.doctor.judging import judge_clocks, judge_links, judge_ranks, judge_versions, judge_ways
 from cadenza.cli.doctor.links import Link, pairs
 from cadenza.cli.doctor.machine import judge_threads
-from cadenza.cli.doctor.meeting import Place
 from cadenza.cli.doctor.network import GlooAddress, Interface, gloo_address, inspect_network, judge_gloo, suggested
+from cadenza.cli.doctor.place import Place
 from cadenza.cli.doctor.showing import plan_in_words, show, to_plain
 from cadenza.codecs import Codec
 from cadenza.errors import UsageError

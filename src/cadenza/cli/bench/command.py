@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from cadenza.cli.bench.contest import Case
-    from cadenza.cli.doctor.meeting import Place
+    from cadenza.cli.doctor.place import Place
 
 __all__ = ["bench"]
 
@@ -42,7 +42,7 @@ def bench(
     Alone it starts workers on this machine: cadenza bench --workers 4. On your cluster, on every node as you would
     start training: torchrun --nproc-per-node 4 -m cadenza.cli.bench.
     """
-    from cadenza.cli.doctor.meeting import Place
+    from cadenza.cli.doctor.place import Place, leave_it_to_rank_0
 
     try:
         place = Place.from_environment(os.environ)
@@ -52,8 +52,7 @@ def bench(
         device = _check_backend(backend)
         _check_memory(case, here, device)
     except UsageError:
-        if os.environ.get("RANK", "0") != "0":
-            raise typer.Exit(2) from None  # rank 0 says it
+        leave_it_to_rank_0()
         raise
     if place is None:
         _start(workers, _words(case, backend, as_json))

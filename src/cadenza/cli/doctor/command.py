@@ -15,7 +15,7 @@ from cadenza.errors import UsageError
 if TYPE_CHECKING:
     from cadenza.cli.doctor.advice import Plan
     from cadenza.cli.doctor.diagnosis import Diagnosis
-    from cadenza.cli.doctor.meeting import Place
+    from cadenza.cli.doctor.place import Place
 
 __all__ = ["doctor"]
 
@@ -48,14 +48,13 @@ def doctor(
     Alone: cadenza doctor. On ranks: torchrun --nproc-per-node 4 -m cadenza.cli.doctor, on every node as you would
     start training. Exits with 0 if there is no problem, 1 if there is one, 2 after bad input.
     """
-    from cadenza.cli.doctor.meeting import Place
+    from cadenza.cli.doctor.place import Place, leave_it_to_rank_0
 
     try:
         wishes = _check(parameters, step_seconds, share, backend, seconds, timeout)
         place = Place.from_environment(os.environ)
     except UsageError:
-        if os.environ.get("RANK", "0") != "0":
-            raise typer.Exit(2) from None  # rank 0 says it
+        leave_it_to_rank_0()
         raise
     raise typer.Exit(_alone(wishes, as_json) if place is None else _on_a_rank(place, wishes, as_json))
 

@@ -21,8 +21,9 @@ from cadenza.cli.doctor.judging import (
 )
 from cadenza.cli.doctor.links import Link, pairs
 from cadenza.cli.doctor.machine import inspect_machine, versions
-from cadenza.cli.doctor.meeting import Conductor, Place
+from cadenza.cli.doctor.meeting import Conductor
 from cadenza.cli.doctor.network import inspect_network
+from cadenza.cli.doctor.place import Place
 
 __all__ = ["Diagnosis", "examine_machine", "examine_ranks"]
 
@@ -85,7 +86,7 @@ def examine_ranks(
     hosts = name_hosts({rank: (card["host"], card["host_name"]) for rank, card in cards.items()})
     diagnosis = Diagnosis(versions(), hosts, place.ranks)
     tell(f"looking at {len(set(hosts.values()))} hosts")
-    diagnosis.findings = _inspect_hosts(conductor, hosts)
+    diagnosis.findings = _inspect_hosts(conductor, hosts, networks=len({card["network"] for card in cards.values()}))
     diagnosis.findings.append(judge_ranks(place, hosts))
     diagnosis.findings += judge_versions(cards, hosts)
     if place.ranks > 1 and _can_meet(conductor, place, cards, hosts, diagnosis, timeout_s, tell):
@@ -95,10 +96,10 @@ def examine_ranks(
     return diagnosis
 
 
-def _inspect_hosts(conductor: Conductor, hosts: Mapping[int, str]) -> list[Finding]:
+def _inspect_hosts(conductor: Conductor, hosts: Mapping[int, str], networks: int) -> list[Finding]:
     ranks_on = {host: list(hosts.values()).count(host) for host in hosts.values()}
     orders = {
-        rank: {"do": "inspect", "hosts": len(ranks_on), "ranks_here": ranks_on[hosts[rank]]} for rank in leaders(hosts)
+        rank: {"do": "inspect", "networks": networks, "ranks_here": ranks_on[hosts[rank]]} for rank in leaders(hosts)
     }
     found = conductor.order(orders, _INSPECTION_S)
     by_host = {hosts[rank]: [Finding.from_plain(item) for item in items] for rank, items in found.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from cadenza.cli.amounts import bit_rate, duration
 from cadenza.cli.doctor.findings import Finding, note, ok, problem
 from cadenza.cli.doctor.links import Link
-from cadenza.cli.doctor.meeting import Place, reaching
+from cadenza.cli.doctor.place import Place, reaching
 
 __all__ = [
     "judge_broken",
@@ -58,9 +58,7 @@ def judge_ranks(place: Place, hosts: Mapping[int, str]) -> Finding:
     count = len(set(hosts.values()))
     if absent := [rank for rank in range(place.ranks) if rank not in hosts]:
         text = f"{listed('rank', absent)} of {place.ranks} did not come in time"
-        return problem(
-            "ranks", text, f"start them as the others are; if they run: {reaching(place.master, place.port)}"
-        )
+        return problem("ranks", text, f"start them as the others are; if they run: {reaching(place)}")
     return ok("ranks", f"{place.ranks} of {place.ranks} are there, on {count} host{'s' * (count > 1)}")
 
 

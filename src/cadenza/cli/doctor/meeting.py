@@ -13,80 +13,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
-from cadenza.cli.doctor.network import answers, is_loopback
-from cadenza.errors import TransportError, UsageError
+from cadenza.cli.doctor.network import answers
+from cadenza.cli.doctor.place import Place, reaching
+from cadenza.errors import TransportError
 
-__all__ = ["Conductor", "Place", "muted", "open_store", "reaching", "serve"]
+__all__ = ["Conductor", "muted", "open_store", "serve"]
 
 Order = Mapping[str, Any]
 Perform = Callable[[Order], Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands among the ranks, as the launcher tells it.
-
-    Attributes:
-        rank: This rank.
-        ranks: How many there are.
-        local_rank: Its number on its host.
-        master: MASTER_ADDR.
-        port: MASTER_PORT.
-        agent: Whether the launcher runs the store; else rank 0 does.
-        attempt: Counts the launcher's restarts, whose notes must not be mixed up.
-    """
-
-    rank: int
-    ranks: int
-    local_rank: int
-    master: str
-    port: int
-    agent: bool
-    attempt: str
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Place | None:
-        """Return the place that torchrun's variables describe, or None if this process is alone.
-
-        >>> Place.from_environment({"HOME": "/root"})
-        """
-        given = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
-        if not given:
-            return None
-        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if missing := [name for name in needed if name not in environment]:
-            raise UsageError(
-                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, but not {', '.join(missing)}. Start "
-                "with torchrun, which sets all of them, or unset them to look at this machine alone."
-            )
-        rank, ranks, port = (_whole(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        if not rank < ranks or not 0 < port < 65536:
-            raise UsageError(
-                f"RANK is below WORLD_SIZE and MASTER_PORT between 1 and 65535; got RANK={rank}, WORLD_SIZE={ranks}, "
-                f"MASTER_PORT={port}."
-            )
-        return cls(
-            rank=rank,
-            ranks=ranks,
-            local_rank=_whole(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else 0,
-            master=environment["MASTER_ADDR"],
-            port=port,
-            agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-
-
-def _whole(environment: Mapping[str, str], name: str) -> int:
-    if not environment[name].strip().isdecimal():
-        raise UsageError(f"{name} is a whole number; got {environment[name]!r}.")
-    return int(environment[name])
 
 
 @contextlib.contextmanager
@@ -157,19 +97,9 @@ def _wait_for_store(place: Place, timeout_s: float) -> None:
             raise TransportError(
                 f"Rank {place.rank} cannot reach rank 0's store at MASTER_ADDR={place.master}, "
                 f"MASTER_PORT={place.port} ({trouble}, tried for {timeout_s:g} s). If rank 0 is running: "
-                f"{reaching(place.master, place.port)}."
+                f"{reaching(place)}."
             )
         time.sleep(0.2)
-
-
-def reaching(master: str, port: int) -> str:
-    """Return what to look at if a rank does not find the others."""
-    if master == "localhost" or is_loopback(master):
-        return (
-            f"MASTER_ADDR={master} means each host itself, so ranks of other hosts cannot find it; give an address of "
-            "rank 0's host instead (MASTER_ADDR, or torchrun's --rdzv-endpoint)"
-        )
-    return f"see from each host whether {master}:{port} can be reached; a firewall or another network may be in the way"
 
 
 def _first_line(error: Exception) -> str:

@@ -13,8 +13,17 @@ import torch.distributed as dist
 
 from cadenza.cli.doctor import links
 from cadenza.cli.doctor.machine import inspect_machine, versions
-from cadenza.cli.doctor.meeting import Order, Place
-from cadenza.cli.doctor.network import answers, gloo_address, inspect_network, interfaces, listening, suggested
+from cadenza.cli.doctor.meeting import Order
+from cadenza.cli.doctor.network import (
+    answers,
+    gloo_address,
+    inspect_network,
+    interfaces,
+    listening,
+    network_id,
+    suggested,
+)
+from cadenza.cli.doctor.place import Place
 from cadenza.topology import host_name
 
 __all__ = ["Member"]
@@ -51,6 +60,7 @@ class Member:
         return {
             "host": host_name(),
             "host_name": socket.gethostname(),
+            "network": network_id(),
             "versions": versions(),
             "address": chosen.address,
             "interface": chosen.interface,
@@ -89,6 +99,6 @@ class Member:
     def _inspect(self, order: Order) -> list[dict[str, Any]]:
         findings = inspect_machine(ranks_here=order["ranks_here"], ranks=self.place.ranks)
         findings += inspect_network(
-            hosts=order["hosts"], master=self.place.master, port=self.place.port, store_runs=True
+            hosts=order["networks"], master=self.place.master, port=self.place.port, store_runs=True
         )
         return [asdict(finding) for finding in findings]

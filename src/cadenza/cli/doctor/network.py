@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cadenza.cli.doctor.findings import Finding, note, ok, problem
 
@@ -20,6 +21,7 @@ __all__ = [
     "interfaces",
     "is_loopback",
     "listening",
+    "network_id",
     "suggested",
 ]
 
@@ -56,6 +58,14 @@ class GlooAddress:
     interface: str
     how: str
     trouble: str = ""
+
+
+def network_id() -> str:
+    """Return what tells this network stack from others: two launchers on one machine share it, containers do not."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    return socket.gethostname()
 
 
 def interfaces() -> list[Interface]:
@@ -192,7 +202,7 @@ def _judge_master(known: Sequence[Interface], master: str, hosts: int | None) ->
     address = str(places[0][4][0])
     text = master if master == address else f"{master} is {address}"
     if is_loopback(address) and (hosts or 1) > 1:
-        advice = "give an address of rank 0's host that the others can reach (--rdzv-endpoint or MASTER_ADDR)"
+        advice = "give an address of rank 0's host that the others can reach: torchrun --local-addr, or MASTER_ADDR"
         return problem(subject, f"{text}: on every host it means that host itself", advice)
     mine = any(address in interface.addresses for interface in known)
     return ok(subject, f"{text}, {'on this host' if mine or is_loopback(address) else 'on another host'}")
