@@ -20,7 +20,7 @@ class Options(Settings):
     """What can be set, by `--set options.lr=0.01` or in the file; anything else is an error that names the key."""
 
     batch: int = Field(default=32, ge=1, description="Digits in a worker's step.")
-    lr: float = Field(default=0.1, gt=0, description="SGD's largest learning rate.")
+    lr: float = Field(default=0.05, gt=0, description="SGD's largest learning rate.")
     channels: int = Field(default=16, ge=1, description="Channels of the first convolution.")
 
 
