@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path: Path) -> None:
     steps = [line["step"] for line in read_metrics(run).of("step", 1)]
     assert steps == list(range(1, step + 11))
     assert not (run / "report.html").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_workers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--workers", 1, "--steps", 10, "--set", "options.slow=0", "--set", "options.slow_s=200", *QUIET]
+    with closing(Terminal("train", TASK, "--run", run, *flags, folder=tmp_path, columns=60)) as terminal:
+        wait_until(lambda: "0/10" in terminal.read())
+        terminal.press(b"\x03")
+        wait_until(lambda: "again ends them" in terminal.read())
+        time.sleep(0.6)  # at once it would count as the same
+        terminal.press(b"\x03")
+        assert terminal.wait() == 130
+        assert "Interrupted before anything was saved." in terminal.printed
+    assert processes_of(run) == []
 
 
 @pytest.mark.parametrize("victim", ["front", "agent"])

@@ -26,6 +26,7 @@ __all__ = ["InterruptedRunError", "watch"]
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0  # for workers that were asked to stop and give no sign of life
+_SAME_REQUEST_S = 0.5
 _BAD_INPUT = 2  # the exit code of a worker whose task or configuration is wrong
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,13 +40,17 @@ class InterruptedRunError(CadenzaError):
 
 
 class _Signals:
-    """Counts the signals that would end this process."""
+    """Counts the signals that would end this process; several at once are one, as when a launcher passes them on."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self._last = -_SAME_REQUEST_S
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+        now = time.monotonic()
+        if now - self._last >= _SAME_REQUEST_S:
+            self.received.append(number)
+        self._last = now
 
 
 @contextlib.contextmanager
