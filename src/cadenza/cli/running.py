@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,23 +17,34 @@ from cadenza.cli.rendezvous import node_range
 from cadenza.cli.watching import watch
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
-from cadenza.training.config import Config
+from cadenza.training.config import Config, LaunchSettings
 from cadenza.training.runs import Run, create, open_run
 
-__all__ = ["carry_out", "emulated", "make_run", "title_of"]
+__all__ = ["carry_out", "emulated", "make_run", "same_run", "title_of"]
 
+_MEETING = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 _OTHERS_S = 10.0  # for another node to finish making the folder that all share
 
 
 def make_run(folder: Path, config: Config) -> Run:
     """Make the folder of a run; with several nodes, the one that comes first makes it for all that share it."""
-    config = config.with_(**{"launch.node_rank": 0})  # which is each node's own, and no part of the run
     try:
-        return create(folder, config)
+        return create(folder, _without(config, ["node_rank"]))
     except UsageError:
         if node_range(config.launch.nnodes)[1] == 1:
             raise
         return _joined(folder, config)
+
+
+def same_run(config: Config, other: Config, *, but: Sequence[str] = _MEETING) -> bool:
+    """Say whether two configurations differ at most in some settings of the launch: how the nodes of a start meet."""
+    return _without(config, but).to_toml() == _without(other, but).to_toml()
+
+
+def _without(config: Config, names: Sequence[str]) -> Config:
+    """Return a configuration in which these settings of the launch have their defaults."""
+    kept = {name: value for name, value in config.launch.model_dump().items() if name not in names}
+    return config.model_copy(update={"launch": LaunchSettings(**kept)})
 
 
 def _joined(folder: Path, config: Config) -> Run:
@@ -47,16 +58,11 @@ def _joined(folder: Path, config: Config) -> Run:
             f"{folder} holds a run that has begun already: go on with it by --resume {folder} on all nodes, or give "
             "all of them another --run."
         )
-    if _shared(run.config()) != _shared(config):
+    if not same_run(run.config(), config, but=[*_MEETING, "workers", "threads"]):
         raise UsageError(
             f"{folder} was made by another node with another configuration: give all nodes the same flags and file."
         )
     return run
-
-
-def _shared(config: Config) -> str:
-    """Return what must be the same on all nodes."""
-    return config.model_copy(update={"launch": Config().launch}).to_toml()
 
 
 @contextmanager

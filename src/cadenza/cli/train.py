@@ -230,7 +230,7 @@ def _go_on(
     show: bool,
 ) -> None:
     """Go on with a run, as its folder says and the flags change it."""
-    from cadenza.cli.running import emulated
+    from cadenza.cli.running import emulated, same_run
     from cadenza.training.runs import open_run
 
     run = open_run(folder)
@@ -245,8 +245,8 @@ def _go_on(
             f"{folder} has finished its {summary['steps']} steps; --steps {2 * summary['steps']} would go on with it."
         )
     with nullcontext() if link is None else emulated(link, config) as network:
-        if config != before:
-            run.write_config(config.with_(**{"launch.node_rank": 0}))
+        if not same_run(config, before):
+            run.write_config(config)
         try:
             _train(run, config, console, plain=plain, network=network, report=report)
         except UsageError:

@@ -201,8 +201,8 @@ def _git_commit() -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file so that readers find the old one or the new one, and never a part."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Write a file so that readers find the old one or the new one, and never a part, whoever else writes it."""
+    partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     partial.write_text(text)
     os.replace(partial, path)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from cadenza.cli import rendezvous
+from cadenza.cli.app import main
 from cadenza.cli.launching import log_folder
 from cadenza.cli.rendezvous import arrange
 from cadenza.errors import UsageError
@@ -74,3 +79,59 @@ def test_a_static_meeting_goes_by_the_nodes_number() -> None:
 def test_every_launch_has_its_own_logs(tmp_path: Path) -> None:
     log_folder(tmp_path).mkdir(parents=True)
     assert log_folder(tmp_path).name == "launch-002"
+
+
+# ---- the templates ---------------------------------------------------------------------------------------------------
+
+LAUNCH = Path(__file__).parents[3] / "examples" / "launch"
+STUBS = {
+    "cadenza": 'printf "%s\\n" "$@"',
+    "srun": 'shift; exec "$@"',
+    "scontrol": "printf 'first\\nsecond\\n'",
+    "getent": "true",
+}
+
+
+def kubernetes_script() -> str:
+    service, _, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    shell, option, script = pod["containers"][0]["command"]
+    assert (shell, option) == ("sh", "-c")
+    return str(script)
+
+
+def given_to_cadenza(script: str, folder: Path, *arguments: str, resumed: bool) -> list[str]:
+    """What a template's script gives to `cadenza`, on a machine whose commands are stubs."""
+    for name, does in STUBS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+    run = folder / "run"
+    run.mkdir()
+    if resumed:
+        (run / "config.toml").write_text("")
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": "."}
+    variables = {**slurm, "PATH": f"{folder}:{os.environ['PATH']}", "RUN": str(run)}
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *arguments], env=variables, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("template", ["two_machines.sh", "slurm.sbatch", "kubernetes.yaml"])
+def test_a_template_starts_and_resumes_a_run_on_two_nodes(
+    template: str, resumed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = kubernetes_script() if template == "kubernetes.yaml" else (LAUNCH / template).read_text()
+    command, *flags = given_to_cadenza(script, tmp_path, "first", resumed=resumed)
+    assert command == "train"
+    with pytest.raises(SystemExit, match="0"):
+        main([command, *flags, "--print-config"])
+    launch = tomllib.loads(capfd.readouterr().out)["launch"]
+    assert launch["nnodes"] == "2"
+    host, port = launch["rdzv_endpoint"].split(":")
+    assert (host in ("first", "cadenza-0.cadenza"), int(port) >= 29400) == (True, True)
+    assert flags[:2] == ["--resume" if resumed else "--run", str(tmp_path / "run")]
