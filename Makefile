@@ -4,7 +4,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-RANKS  ?= 4
 
 # A virtual environment made by hand before the first `make` is used as it is.
 VENV_PYTHON := $(BIN)/python
@@ -17,8 +16,8 @@ help: ## list the goals
 
 install: $(STAMP) ## make .venv and install Cadenza into it, editable, with its tools
 
-train: $(STAMP) ## train on 4 Gloo ranks: DDP against post-local SGD on scikit-learn's digits
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/post_local_sgd_digits.py
+train: $(STAMP) ## train a small GPT on 4 workers that meet every 16 steps, and draw a report (ARGS="…" go to cadenza train)
+	$(BIN)/cadenza train $(ARGS)
 
 test: $(STAMP) ## run all tests and the doctests of src/cadenza (ARGS="-k name" to choose)
 	$(VENV_PYTHON) -m pytest $(ARGS)

@@ -1,6 +1,6 @@
 """One net, one data order, one number of steps, three ways to keep four workers together.
 
-    torchrun --standalone --nproc-per-node 4 examples/post_local_sgd_digits.py    # make train
+    torchrun --standalone --nproc-per-node 4 examples/post_local_sgd_digits.py
 
 Each worker holds its own quarter of scikit-learn's digits. The ways are
 
