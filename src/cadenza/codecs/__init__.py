@@ -5,7 +5,7 @@
 | `fp32()` | 1 | nothing |
 | `bf16()`, `fp16()` | 0.5 | digits of every value |
 | `int8()` | 0.254 | at most 1/254 of the largest magnitude in a block of 256 |
-| `e3m0()` | 0.129 | at most a third of a value, or 1/128 of the largest magnitude in its block |
+| `e3m0()` | 0.143 | at most a third of a value, or 1/90 of the largest magnitude among its sixteen |
 | `topk()` | 0.009 | all but the largest 2 %, and most digits of those |
 
 `error_feedback(codec)` makes up in later rounds for what a codec lost in this one. A new codec is one more file with a
