@@ -134,8 +134,8 @@ class Scale:
 FULL = Scale(
     size=LARGE,
     steps=192,
-    evaluate_every=8,
-    windows=256,
+    evaluate_every=16,
+    windows=128,
     timed=20,
     links=("1gbit", "100mbit", "20mbit"),
     curve_links=("300mbit", "50mbit", "10mbit"),
@@ -181,7 +181,7 @@ def timed(entry: Entry, scale: Scale, period: int | None = None) -> Job:
         period,
         {**settings, **entry.outer_settings()[0]},
         steps=period * -(-scale.timed // period),
-        warm=period if entry.late else 4,
+        warm=period if entry.late else 3,
         size=scale.size,
     )
 

@@ -12,6 +12,7 @@ What has been run is kept in lab/results and not run again; an interrupted race 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from lab.race import plans, report
@@ -35,7 +36,8 @@ def main() -> None:
         if race == "report":
             report.write(RESULTS)
             continue
-        results = Results(RESULTS / f"race_{race}{'_quick' if arguments.quick else ''}.json")
+        folder = Path(tempfile.mkdtemp()) if arguments.quick else RESULTS
+        results = Results(folder / f"race_{race}.json")
         repeats = 1 if race in ("training", "losses") else arguments.repeats
         for repeat in range(repeats):
             for job, link in plans.RACES[race](scale, arguments.only):

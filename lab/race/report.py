@@ -237,6 +237,11 @@ def trained(results: dict[str, Results], scale: Scale) -> str:
     return table(["method", "H", "settings", "lr", f"held-out after {scale.steps} steps"], rows, words=3)
 
 
+PICTURED = {  # the charts, and what they show
+    "to-loss": ("race_to_loss.svg", "Seconds to the same held-out loss, by link"),
+    "utilisation": ("race_utilisation.svg", "Share of the time that is compute, by bandwidth"),
+    "syncs": ("race_syncs.svg", "Seconds of one synchronisation, by the size of the model"),
+}
 Telling = Callable[[dict[str, Results], Scale], str]
 SECTIONS: dict[str, tuple[tuple[str, ...], Telling]] = {
     "headline": (("headline",), headline),
@@ -258,17 +263,28 @@ def told(race: str, results: Results, scale: Scale) -> str:
 def write(folder: Path, page: Path = PAGE, pictures: Path = PICTURES, scale: Scale = FULL) -> None:
     """Put every table whose results are there between its markers in the page, and draw the charts."""
     text = page.read_text()
+    charts.draw(folder, pictures, scale)
     for name, (needed, tell) in SECTIONS.items():
         paths = {race: folder / f"race_{race}.json" for race in needed}
         if all(path.exists() for path in paths.values()):
             results = {race: Results(path) for race, path in paths.items()}
-            text = insert(text, name, f"{environment(paths.values())}\n\n{tell(results, scale)}")
+            parts = [environment(list(paths.values())), tell(results, scale)]
+            if name in PICTURED:
+                file, shown = PICTURED[name]
+                parts.insert(0, f"![{shown}](img/{file})")
+            text = insert(text, name, "\n\n".join(parts))
     page.write_text(text)
-    charts.draw(folder, pictures, scale)
 
 
 def environment(paths: Sequence[Path]) -> str:
-    return f"*{'; '.join(dict.fromkeys(json.loads(path.read_text())['environment'] for path in paths))}.*"
+    """Return the machine that results come from, and the versions of what ran."""
+    kept = [json.loads(path.read_text()) for path in paths]
+    versions = {
+        name: version for one in kept for run in one["runs"] for name, version in run.get("versions", {}).items()
+    }
+    rivals = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if name != "torch")
+    machines = "; ".join(dict.fromkeys(one["environment"] for one in kept))
+    return f"*{machines}{f'; {rivals}' if rivals else ''}.*"
 
 
 def insert(text: str, name: str, content: str) -> str:
