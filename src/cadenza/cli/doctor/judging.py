@@ -145,7 +145,7 @@ def judge_links(links: Sequence[Link], hosts: Mapping[int, str], together: float
         advice = f"every round waits for it: look at the network of {_both(hosts[source], hosts[target])}"
         findings = [note("links", text, advice)]
     if together is not None:
-        text = f"each rank sends {bit_rate(together)} in an all-reduce of all"
+        text = f"each rank sends {bit_rate(together)} when all exchange as in a round"
         findings.append(ok("all at once", text))
     inside = [rate for rate, a, b in ways if hosts[a] == hosts[b]]
     between = [rate for rate, a, b in ways if hosts[a] != hosts[b]]

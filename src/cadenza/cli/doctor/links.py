@@ -15,9 +15,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from cadenza.process_groups import all_gather_single
+
 __all__ = ["Link", "connect", "disconnect", "measure", "pairs", "together"]
 
-_ECHOES = 20
+_WARM_UP, _ECHOES = 4, 20
 _SMALLEST = 1 << 16
 _LARGEST = 1 << 25
 _LONG_ENOUGH_S = 0.15  # a transfer that takes so long is more than what buffers on the way swallow
@@ -95,44 +97,58 @@ def measure(me: int, peer: int, device: torch.device, *, clock: Callable[[], int
 def _echoes(peer: int, clock: Callable[[], int]) -> tuple[float, float, float]:
     """Return the one-way time, the peer's clock against ours, and how wrong that may be; as NTP finds them."""
     trips = []
-    for _ in range(_ECHOES):
+    for _ in range(_WARM_UP + _ECHOES):
         sent = clock()
         _say(peer, sent)
         received, answered = _hear(peer, 2)
         back = clock()
         trips.append(((back - sent) - (answered - received), ((received - sent) + (answered - back)) / 2))
+    del trips[:_WARM_UP]
     quickest, offset = min(trips)  # whatever held the others up was not the link
     return statistics.median(trip for trip, _ in trips) / 2e9, offset / 1e9, quickest / 2e9
 
 
 def _answer_echoes(peer: int, clock: Callable[[], int]) -> None:
-    for _ in range(_ECHOES):
+    for _ in range(_WARM_UP + _ECHOES):
         _hear(peer, 1)
         received = clock()
         _say(peer, received, clock())
 
 
 def _send_stream(peer: int, device: torch.device, latency_s: float) -> float:
-    """Send more and more until it takes long enough to be measured; return the bytes a second of the last time."""
-    size, rate = _SMALLEST, 0.0
-    while size:
-        payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        _say(peer, size)
-        _hear(peer, 1)  # it has memory ready
-        start = time.perf_counter()
-        dist.send(payload, peer)
-        _settle(device)
-        _hear(peer, 1)  # it has all of it
-        seconds = max(time.perf_counter() - start - latency_s, 1e-9)
-        rate = size / seconds
-        size = 0 if seconds >= _LONG_ENOUGH_S or size == _LARGEST else _next_size(size, seconds)
+    """Send more and more until it takes long enough to be measured; return the bytes a second of the last two times."""
+    size, seconds = 0, 0.0
+    while seconds < _LONG_ENOUGH_S and size < _LARGEST:
+        size = _next_size(size, seconds)
+        seconds = _send(peer, device, size)
+    seconds = min(seconds, _send(peer, device, size))  # whatever held the other up may not have been the link
+    rate = size / max(seconds - latency_s, 1e-9)
     _say(peer, 0)
     _say(peer, round(rate))
     return rate
 
 
 def _next_size(size: int, seconds: float) -> int:
+    """Return a size that should take long enough, but is not much larger than what was tried.
+
+    >>> _next_size(0, 0.0), _next_size(1 << 16, 1e-5), _next_size(1 << 24, 0.1)
+    (65536, 1048576, 33554432)
+    """
+    if not size:
+        return _SMALLEST
     return min(_LARGEST, size * min(16, max(2, round(1.5 * _LONG_ENOUGH_S / seconds))))
+
+
+def _send(peer: int, device: torch.device, size: int) -> float:
+    """Return the seconds until the peer has so many bytes and has said so."""
+    payload = torch.zeros(size, dtype=torch.uint8, device=device)
+    _say(peer, size)
+    _hear(peer, 1)  # it has memory ready
+    start = time.perf_counter()
+    dist.send(payload, peer)
+    _settle(device)
+    _hear(peer, 1)
+    return time.perf_counter() - start
 
 
 def _receive_stream(peer: int, device: torch.device) -> float:
@@ -146,17 +162,22 @@ def _receive_stream(peer: int, device: torch.device) -> float:
 
 
 def together(size: int, device: torch.device) -> float:
-    """Let all ranks all-reduce `size` bytes, and return the bytes a second that each of them sent."""
-    values = torch.zeros(max(1, size // 4), device=device)
-    seconds = 0.0
-    for _ in range(2):  # the first one warms up
+    """Let all ranks exchange `size` bytes as a round does, and return the bytes a second that each of them sent.
+
+    A round brings every rank its share of everybody's values, and then its result to all.
+    """
+    ranks = dist.get_world_size()
+    share = max(1, size // ranks)
+    given, taken = torch.zeros(2, ranks * share, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(3):  # the first one warms up
         dist.barrier()
         start = time.perf_counter()
-        dist.all_reduce(values)
+        dist.all_to_all_single(taken, given)
+        all_gather_single(taken, given[:share])
         _settle(device)
-        seconds = time.perf_counter() - start
-    ranks = dist.get_world_size()
-    return 2 * (ranks - 1) / ranks * 4 * values.numel() / seconds
+        seconds.append(time.perf_counter() - start)
+    return 2 * (ranks - 1) * share / min(seconds[1:])
 
 
 def _say(peer: int, *numbers: int) -> None:
