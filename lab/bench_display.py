@@ -41,9 +41,10 @@ def drain(terminal: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arguments", nargs="*", help="after --, more arguments for cadenza train")
+    parser.add_argument("--run", type=Path, help="the run's folder, to keep it")
     given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp()) / "run"
-    command = [sys.executable, "-m", "cadenza.cli", "train", "--no-report", "--run", str(folder), *given.arguments]
+    folder = given.run or Path(tempfile.mkdtemp()) / "run"
+    command = [sys.executable, "-m", "cadenza.cli", "train", "--run", str(folder), *given.arguments]
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TERM"] = "xterm-256color"

@@ -94,6 +94,7 @@ def launch(plan: Plan) -> None:
         rdzv_configs=plan.rdzv_configs,
         local_addr=plan.local_addr,
         max_restarts=plan.max_restarts,
+        monitor_interval=0.3,
         **{name: value for name, value in options.items() if name in known},  # older torch has fewer
     )
     elastic_launch(config, plan.command[0])(*plan.command[1:])

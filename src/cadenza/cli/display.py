@@ -21,7 +21,7 @@ from cadenza.cli.report.formats import NOTHING, bytes_text, count_text, loss_tex
 
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "draw"]
 
-_REFRESH_S = 0.4
+_REFRESH_S = 0.5
 _COST_LIMIT = 0.005  # of one core
 _PLAIN_S, _PLAIN_MOST_S = 5.0, 60.0  # plain lines come every few seconds at first, every minute in a long run
 _FULL, _LIGHT, _HALF = "━", "─", "╸"

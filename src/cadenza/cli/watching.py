@@ -24,7 +24,7 @@ from cadenza.errors import CadenzaError, UsageError
 
 __all__ = ["InterruptedRunError", "watch"]
 
-_POLL_S = 0.1
+_POLL_S = 0.2
 _PATIENCE_S = 60.0  # for workers that were asked to stop and give no sign of life
 _SAME_REQUEST_S = 0.5
 _BAD_INPUT = 2  # the exit code of a worker whose task or configuration is wrong
