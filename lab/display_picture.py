@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -47,7 +48,8 @@ def main() -> None:
     else:
         picture = draw(progress_at(run, given.at), title_of(run, run.config()), width=given.width)
     console.print(Group(Text("$ cadenza train", "green"), picture))
-    given.picture.write_text(console.export_svg(title="cadenza train"))
+    svg = console.export_svg(title="cadenza train")
+    given.picture.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))  # no fonts from elsewhere
 
 
 if __name__ == "__main__":
