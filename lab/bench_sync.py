@@ -212,6 +212,8 @@ def run(case: dict[str, Any], link: str) -> dict[str, Any]:
     """Run a case on four hosts or, for "loopback" and "memory", on four ranks of this one."""
     job = [str(Path(__file__).resolve()), "--job", json.dumps(case)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if case["measure"] == "memory":  # the allocator gives back what is freed, so that only what is in use is resident
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     if link in ("loopback", "memory"):
         environment["CADENZA_SHARED_MEMORY"] = "0" if link == "loopback" else "1"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(HOSTS), *job]
