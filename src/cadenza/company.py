@@ -24,7 +24,7 @@ from cadenza.joining import hand_over
 from cadenza.levels import LevelGroup
 from cadenza.membership import Call, Membership
 from cadenza.membership.generations import Generation, assemble
-from cadenza.membership.meetings import Guest, MeetingFailedError, Roster, clean_up, hold, told
+from cadenza.membership.meetings import KEPT, Guest, MeetingFailedError, Roster, clean_up, hold, told
 from cadenza.membership.roll import Roll
 from cadenza.poison import judge
 from cadenza.rounds import Passage
@@ -81,7 +81,7 @@ class Company:
         self._chain = ""
         self._late_s = 0.0
         self._usual_s: float | None = None
-        self._held: list[str] = []
+        self._held: list[tuple[str, int]] = []
         self._losses = 0
 
     @property
@@ -96,16 +96,24 @@ class Company:
 
     def start(self, sync: Held) -> bool:
         """Come to the first meeting, and start from its leader's values; False if it was held before."""
-        reason = ""
-        for phase in range(_ATTEMPTS):
+        phase, reason = 0, ""
+        for _ in range(_ATTEMPTS):
+            phase = max(phase, self._start_phase())
             found = self.gather(sync, Call(0, phase), "start", patience_s=self.policy.patience.first_s)
             if isinstance(found, Roster):
                 self._chain = _link("", START, found)
                 return True
-            if self.behind:
+            time.sleep(2 * self.membership.roll.tick_s)  # so that the latest meeting is known
+            if self.behind and self._start_phase() <= phase:
                 return False
-            reason = found.reason
+            self.behind = False
+            phase, reason = phase + 1, found.reason
         raise TransportError(f"The workers did not come together: {reason}.")
+
+    def _start_phase(self) -> int:
+        """Return which attempt to start together is under way; -1 if there is none, or training has begun."""
+        latest = self.membership.roll.latest
+        return latest.phase if latest is not None and latest.step == 0 else -1
 
     def summons(self, step: int) -> Call | None:
         """Return the meeting that the others are at, if this worker is behind and should come to it now."""
@@ -119,11 +127,19 @@ class Company:
 
     def await_call(self, *, after: Call | None) -> Call:
         """Wait until the others hold a meeting, later than the one before, and return it."""
+        roll, patience_s = self.membership.roll, self.policy.patience.first_s
+        alone_since = time.monotonic()
         while True:
             call = self.summons(-1)
             if call is not None and (after is None or call > after):
                 return call
-            time.sleep(0.2 * self.membership.roll.tick_s)
+            if self._lines[0].call(lambda store: store.check(["finished"])):
+                raise TransportError(f"Worker {self.worker} came too late: the others have finished.")
+            if roll.known() - roll.silent() != {self.worker}:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > patience_s:
+                raise TransportError(f"Worker {self.worker} found nobody to train with within {patience_s:g} s.")
+            time.sleep(roll.tick_s)
 
     def await_store(self) -> None:
         """Wait for a store that is away, as long as for a worker that is late."""
@@ -190,7 +206,10 @@ class Company:
 
     def _form(self, roster: Roster, call: Call) -> None:
         """Have a group of the roster's members."""
-        self._held = self._lines[0].call(lambda store: clean_up(store, [*self._held, f"meeting/{call}"]))
+        self._held.append((f"meeting/{call}", len(roster.members)))
+        if self.worker == roster.leader:
+            self._lines[0].call(lambda store: clean_up(store, self._held))
+        self._held = self._held[-KEPT:]
         self._roster = roster
         if not roster.keep or self._generation is None:
             self._part()

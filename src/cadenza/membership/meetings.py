@@ -26,7 +26,7 @@ __all__ = ["Guest", "MeetingFailedError", "Roster", "hold", "propose"]
 
 _logger = logging.getLogger("cadenza")
 
-_KEPT = 4  # meetings whose keys stay, for those who come late
+KEPT = 4  # meetings whose keys stay, for those who come late
 
 
 class MeetingFailedError(CadenzaError):
@@ -248,12 +248,14 @@ def _obeyed(roster: Roster, me: Guest) -> Roster:
     )
 
 
-def clean_up(store: dist.Store, held: Sequence[str]) -> list[str]:
-    """Delete the keys of old meetings and generations; return those that stay."""
-    for base in held[:-_KEPT]:
-        for key in ("guests", "roster", "vote/ready", "vote/verdict", "vote/read", "assembled"):
+def clean_up(store: dist.Store, held: Sequence[tuple[str, int]]) -> None:
+    """Delete what old meetings, each with so many members, and their groups have left in the store."""
+    for base, members in held[:-KEPT]:
+        for key in ("guests", "roster", "vote/ready", "vote/verdict", "vote/read", "assembled", "joining/assembled"):
             store.delete_key(f"{base}/{key}")
-    return list(held[-_KEPT:])
+        for position in range(members):
+            store.delete_key(f"{base}/group/0/{position}")
+            store.delete_key(f"{base}/joining/group/0/{position}")
 
 
 def told(workers: Collection[int]) -> str:
