@@ -64,13 +64,14 @@ class Company:
         level: The one level at which they meet, with the transport of the present generation.
         new: Whether this worker has not been in any meeting yet.
         behind: Whether rounds were, or may have been, held without this worker.
+        idle: Whether it has only just joined, and has nothing yet to contribute.
     """
 
     def __init__(self, membership: Membership, policy: SkipRound | Shrink, plan: LevelPlan, terms: str) -> None:
         self.membership = membership
         self.policy = policy
         self.level = LevelGroup(plan, plan.name or "level 0", lambda: None, transport=None)  # type: ignore[arg-type]
-        self.behind = False
+        self.behind = self.idle = False
         self._terms = terms
         self._lines = [membership.line(), membership.line()]  # for the training loop, and for rounds in flight
         self._generation: Generation | None = None
@@ -133,13 +134,19 @@ class Company:
             call = self.summons(-1)
             if call is not None and (after is None or call > after):
                 return call
-            if self._lines[0].call(lambda store: store.check(["finished"])):
+            if self._is_over():
                 raise TransportError(f"Worker {self.worker} came too late: the others have finished.")
             if roll.known() - roll.silent() != {self.worker}:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > patience_s:
                 raise TransportError(f"Worker {self.worker} found nobody to train with within {patience_s:g} s.")
             time.sleep(roll.tick_s)
+
+    def _is_over(self) -> bool:
+        try:
+            return self._lines[0].call(lambda store: store.check(["finished"]))
+        except StoreLostError:
+            return False
 
     def await_store(self) -> None:
         """Wait for a store that is away, as long as for a worker that is late."""
@@ -239,6 +246,7 @@ class Company:
             sync._land_all()  # so that there is one state to give, and one place from which to count progress
         if roster.members != self._last:
             sync._reseat()
+        self.idle = receives and self.new
         concerned = tuple(sorted({roster.leader, *roster.behind}))
         if roster.behind and self.worker in concerned:
             apart = concerned != roster.members

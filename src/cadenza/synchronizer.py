@@ -654,7 +654,7 @@ class Synchronizer:
 
     def _weight(self, level: int, fragment: int) -> tuple[float, str | None]:
         """Return this worker's weight, and what is wrong with it if something is."""
-        if self._exhausted:
+        if self._exhausted or (self._company is not None and self._company.idle):
             return 0.0, None
         if self.strategy.weight == "samples":
             weight = self._samples - self._counted.get(self._ledger(level, fragment), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,12 +13,9 @@ import torch
 
 import cadenza
 from cadenza import company
-from cadenza.agreement import Vote
-from cadenza.flights import Flight
-from cadenza.membership import generations, meetings
+from cadenza.membership import generations
 from cadenza.membership.store import serve
-from cadenza.transports.faulty import FaultyTransport
-from support.faults import QUICK, kill, train
+from support.faults import QUICK, arm, before, kill, train
 from support.ranks import RankPool
 
 PERIOD = 5
@@ -33,39 +30,6 @@ def store() -> Iterator[int]:
 
 def rank() -> int:
     return int(os.environ["RANK"])
-
-
-def before(*_: Any, **__: Any) -> None:
-    kill()
-
-
-def after(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-        kill()
-
-    return call
-
-
-def arm(phase: str) -> Callable[[Any], None]:
-    """Let this process die when the next round comes to a phase."""
-
-    def armed(sync: Any) -> None:
-        level = sync._levels[0]
-        if phase in ("exchange", "pack", "launch", "combine", "land"):
-            level.transport = FaultyTransport(level.transport, fail_at=phase, fault=kill)  # type: ignore[arg-type]
-        elif phase == "signed":
-            mock.patch.object(meetings, "_sign", after(meetings._sign)).start()
-        elif phase == "wire to vote":
-            mock.patch.object(Vote, "ready", before).start()
-        elif phase == "voting":
-            mock.patch.object(Vote, "_verdict", after(lambda vote, _: vote._store.add(vote._ready_key, 1))).start()
-        elif phase == "landing":
-            mock.patch.object(Flight, "write", before).start()
-        else:
-            raise ValueError(phase)
-
-    return armed
 
 
 def die_in_turn(port: int, phases: list[str], codec: str) -> dict[str, Any]:
