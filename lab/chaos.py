@@ -188,11 +188,12 @@ class Run:
         return found
 
 
-def disturb(run: Run, dice: random.Random, *, gap_s: float, until: float, kinds: list[str], most: int) -> None:
+def disturb(run: Run, dice: random.Random, given: argparse.Namespace, *, kinds: list[str], most: int) -> None:
     """Let things happen until the time is up or a worker has come to its end; then undo all."""
     while not all(run.has_joined(place) for place in run.places):
         time.sleep(0.1)
-    next_at = time.monotonic() + gap_s
+    until = time.monotonic() + given.minutes * 60
+    next_at = time.monotonic() + given.gap_s
     while not any(place.process.poll() == 0 for place in run.places):
         now = time.monotonic()
         for place in run.places:
@@ -201,7 +202,7 @@ def disturb(run: Run, dice: random.Random, *, gap_s: float, until: float, kinds:
         quiet = [place for place in run.places if not place.undo and run.has_joined(place)]
         if now >= next_at and now < until and len(run.places) - len(quiet) < most:
             run.strike(dice.choice(quiet), dice.choice(kinds), dice.uniform(0.5, 4.0))
-            next_at = now + dice.expovariate(1 / gap_s)
+            next_at = now + dice.expovariate(1 / given.gap_s)
         if now >= until and not any(place.undo for place in run.places):
             return
         time.sleep(0.02)
@@ -222,8 +223,7 @@ def train(arguments: argparse.Namespace, *, seed: int | None, logs: Path, networ
         if seed is not None:
             kinds = [kind for kind in EVENTS if kind != "cut" or network is not None]
             most = max(1, (arguments.workers - 1) // 2)
-            until = started + arguments.minutes * 60
-            disturb(run, random.Random(seed), gap_s=arguments.gap_s, until=until, kinds=kinds, most=most)
+            disturb(run, random.Random(seed), arguments, kinds=kinds, most=most)
         codes = [place.process.wait(arguments.patience_s) for place in run.places]
         ends = run.outputs()
     return {

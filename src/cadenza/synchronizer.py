@@ -365,6 +365,7 @@ class Synchronizer:
 
     def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
+        started = time.perf_counter()
         level = self._levels[number]
         if self._company is not None and not self._gather(self._company, fragment):
             return None
@@ -373,7 +374,6 @@ class Synchronizer:
         layout = self._layout(fragment)
         if not delay and not level.plan.anchored and level.stage is None:
             return self._average_now(number, fragment, layout)
-        started = time.perf_counter()
         flight = self._launch(number, fragment, layout, delay, alpha)
         flight.stall_s = time.perf_counter() - started
         if delay:
@@ -475,6 +475,8 @@ class Synchronizer:
             self._view.reset_momentum(layout.names)
         if flight.poisoned:
             self._view.reset_optimizer_state(layout.names)
+            for residual in self._track(number, fragment).residuals or ():
+                residual.own.zero_()
         for inner in range(number + 1):
             self._counted[self._ledger(inner, fragment)] = flight.samples
         self._balance.learn(passage.headers, level.transport.position)

@@ -96,6 +96,7 @@ def train(
         "rounds": told.steps("round"),
         "failed": told.steps("failed"),
         "reasons": [report.reason for report in told],
+        "stalls": {report.step: report.stall_s for report in told},
         "participants": [report.participants for report in told if report.kind == "round"],
     }
 

@@ -135,7 +135,7 @@ class Roll:
         while not self._ended.wait(self.tick_s):
             try:
                 self._tick()
-            except StoreLostError as error:
+            except (StoreLostError, ValueError) as error:  # or somebody has written nonsense into it
                 if self.connected:
                     self.losses += 1
                     _logger.warning("%s Training goes on, rounds are skipped until it is back.", error)
