@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from cadenza.errors import DisagreementError, StoreLostError
 
-__all__ = ["HEADER_BYTES", "Header", "Stance", "Vote", "disagreement"]
+__all__ = ["HEADER_BYTES", "VOTE_KEYS", "Header", "Stance", "Vote", "disagreement"]
 
 HEADER_BYTES = 64
+VOTE_KEYS = ("ready", "verdict", "read")  # what a vote writes, below its own key
 _LAYOUT = struct.Struct("<4s????q16sdddI4x")
 _MAGIC = b"CDZ1"
 
@@ -172,9 +173,7 @@ class Vote:
 
     def __init__(self, store: dist.Store, key: str, *, members: int, timeout_s: float) -> None:
         self._store = store
-        self._ready_key = f"{key}/ready"
-        self._verdict_key = f"{key}/verdict"
-        self._read_key = f"{key}/read"
+        self._ready_key, self._verdict_key, self._read_key = (f"{key}/{name}" for name in VOTE_KEYS)
         self._members = members
         self._timeout = timedelta(seconds=timeout_s)
 

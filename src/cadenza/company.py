@@ -37,6 +37,7 @@ _logger = logging.getLogger("cadenza")
 
 START = Call(0)
 _ATTEMPTS = 3  # to start together
+_STATE = 12  # times the bytes of a round may be in a state: anchor, two moments in fp32, where rounds are in 8 bits
 _MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
 
 
@@ -361,9 +362,10 @@ class Company:
     def _limit_s(self, roster: Roster) -> float:
         """Return after how long without progress a transfer has failed."""
         patience = self.policy.patience
-        if self._usual_s is None or roster.behind:
+        if self._usual_s is None:
             return patience.first_s
-        return patience.grace_s + patience.factor * self._usual_s
+        usual_s = self._usual_s * (_STATE if roster.behind else 1)
+        return patience.grace_s + patience.factor * usual_s
 
 
 def _link(chain: str, call: Call, roster: Roster) -> str:

@@ -55,11 +55,16 @@ def wait_for_death(port: int, worker: int) -> None:
     line.close()
 
 
-def take_part(port: int, seed: int, codec: str) -> Any:
+def take_part(port: int, seed: int, name: str) -> Any:
     rank = int(os.environ["RANK"])
     acts, dead = plan(seed)
-    made = cadenza.codecs.error_feedback(cadenza.codecs.int8()) if codec == "int8" else cadenza.codecs.fp32()
-    strategy = cadenza.diloco(PERIOD, outer_lr=0.5, codec=made, faults=cadenza.shrink(**QUICK))
+    faults = cadenza.shrink(**QUICK)
+    feedback = cadenza.codecs.error_feedback(cadenza.codecs.int8())
+    strategy = {
+        "mean": lambda: cadenza.local_sgd(PERIOD, faults=faults),
+        "feedback": lambda: cadenza.diloco(PERIOD, outer_lr=0.5, codec=feedback, faults=faults),
+        "streaming": lambda: cadenza.streaming_diloco(PERIOD, layers=1, delay=2, faults=faults),
+    }[name]()
     if rank < WORKERS:
         return train(port, WORKERS, strategy, STEPS, at=acts[rank], step_s=0.03)
     worker = dead[rank - WORKERS]
@@ -67,13 +72,13 @@ def take_part(port: int, seed: int, codec: str) -> Any:
     return train(port, WORKERS, strategy, STEPS, worker=worker, step_s=0.03)
 
 
-@pytest.mark.parametrize(("seed", "codec"), [(1, "fp32"), (4, "int8")])
-def test_whatever_happens_all_agree_at_the_end(ranks: RankPool, seed: int, codec: str) -> None:
+@pytest.mark.parametrize(("seed", "name"), [(1, "mean"), (4, "feedback"), (7, "streaming")])
+def test_whatever_happens_all_agree_at_the_end(ranks: RankPool, seed: int, name: str) -> None:
     store = serve(host="127.0.0.1")
     _, dead = plan(seed)
     assert dead, "a seed with a death in it"
     results = ranks.run(
-        WORKERS + len(dead), take_part, store.port, seed, codec, init=False, expect_dead=set(dead), discard=True
+        WORKERS + len(dead), take_part, store.port, seed, name, init=False, expect_dead=set(dead), discard=True
     )
     survivors = [result for result in results if result is not None]
     assert len(survivors) == WORKERS

@@ -84,7 +84,8 @@ def train(
         time.sleep(step_s)
         kept, chain, count = everything_of(sync), sync._company._chain, len(told)
         sync.step(samples=16)
-        if chain == sync._company._chain:  # otherwise it has caught up with the others, before the round failed
+        # With a delay another fragment's round may be on its way; and who has caught up with the others has changed.
+        if not strategy.delay and chain == sync._company._chain:
             check_untouched(kept, sync, told[count:])
     sync.finish()
     return {

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from cadenza.agreement import Vote
 from cadenza.errors import TransportError
 from cadenza.membership.seal import Seal
 from cadenza.membership.signed import SignedTransport
@@ -98,7 +98,10 @@ def assemble(
     position = list(members).index(worker)
 
     def build(store: dist.Store) -> Generation:
-        _all_here(store, f"{place}/assembled", len(members), timeout_s, missing)
+        # A group in the making cannot be stopped: nobody begins before all have said that they will.
+        vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s)
+        if not vote.ready(lambda: bool(missing())):
+            raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
         prefix = dist.PrefixStore(f"{place}/group", store)
         try:
             gloo = dist.ProcessGroupGloo(prefix, position, len(members), timedelta(seconds=timeout_s))
@@ -111,15 +114,3 @@ def assemble(
         return Generation(group, Seat(tuple(members), position, prefix, timeout_s), place=place, seal=seal)
 
     return line.call(build, timeout_s=2 * timeout_s + 5)
-
-
-def _all_here(store: dist.Store, key: str, count: int, timeout_s: float, missing: Callable[[], set[int]]) -> None:
-    """Wait until all members are about to connect: a group in the making cannot be stopped when one of them is gone."""
-    deadline = time.monotonic() + timeout_s
-    store.add(key, 1)
-    while store.add(key, 0) < count:
-        if gone := missing():
-            raise TransportError(f"Workers {sorted(gone)} are gone.")
-        if time.monotonic() >= deadline:
-            raise TransportError(f"Not all members came together within {timeout_s:.1f} s.")
-        time.sleep(0.003)

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from cadenza.agreement import VOTE_KEYS
 from cadenza.errors import CadenzaError, TurnedAwayError
 from cadenza.faults import FaultPolicy
 from cadenza.membership.roll import Call, Roll
@@ -251,7 +252,8 @@ def _obeyed(roster: Roster, me: Guest) -> Roster:
 def clean_up(store: dist.Store, held: Sequence[tuple[str, int]]) -> None:
     """Delete what old meetings, each with so many members, and their groups have left in the store."""
     for base, members in held[:-KEPT]:
-        for key in ("guests", "roster", "vote/ready", "vote/verdict", "vote/read", "assembled", "joining/assembled"):
+        votes = [f"{vote}/{key}" for vote in ("vote", "assembled", "joining/assembled") for key in VOTE_KEYS]
+        for key in ("guests", "roster", *votes):
             store.delete_key(f"{base}/{key}")
         for position in range(members):
             store.delete_key(f"{base}/group/0/{position}")
