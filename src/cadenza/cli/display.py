@@ -110,7 +110,9 @@ class PlainDisplay:
         for text in told:
             self._print(text)
         now = time.monotonic()
-        if progress.step > max(0, self._step) and (now >= self._next or progress.step == progress.steps):
+        if progress.loss is None or progress.step <= max(0, self._step):
+            return
+        if now >= self._next or progress.step == progress.steps:
             self._next = now + min(_PLAIN_MOST_S, max(_PLAIN_S, progress.elapsed / 50))
             self._step = progress.step
             self._print(_line(progress))

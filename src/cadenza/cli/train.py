@@ -300,4 +300,5 @@ def _last_saved(run: Run) -> int | None:
 
 
 def _resume(run: Run) -> str:
-    return f"Go on with:  cadenza train --resume {shlex.quote(str(run.folder))}"
+    where = "" if run.config().launch.nnodes == "1" else ", on all nodes,"
+    return f"Go on{where} with:  cadenza train --resume {shlex.quote(str(run.folder))}"
