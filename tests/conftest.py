@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
 from support.ranks import RankPool
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: programs would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns, as this is imported, of its own use of deprecated names
