@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatev
 
 from support.ranks import RankPool
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: programs would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script: programs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with warnings.catch_warnings():
