@@ -20,7 +20,7 @@ from support.ranks import RankPool
 
 # Now and then a worker cannot reach the store for seconds, by a cause not yet found, and comes to no round meanwhile:
 # then it does not come to the phase in which it is to die. Strict again once that is mended.
-pytestmark = pytest.mark.xfail(strict=False, reason="a store that cannot be reached for seconds; see docs/reliability.md")
+pytestmark = pytest.mark.xfail(strict=False, reason="the store is out of reach for seconds: docs/reliability.md")
 
 PERIOD = 5
 

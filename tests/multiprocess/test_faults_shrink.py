@@ -103,7 +103,7 @@ def poisoned(port: int, how: str, policy: str) -> dict[str, Any]:
     return train(port, 3, strategy, 20, at={10: poison} if rank() == 1 else None)
 
 
-@pytest.mark.xfail(strict=False, reason="a store that cannot be reached for seconds; see docs/reliability.md")
+@pytest.mark.xfail(strict=False, reason="the store is out of reach for seconds: docs/reliability.md")
 @pytest.mark.parametrize(("how", "policy"), [("nan", "leave_out"), ("explosion", "leave_out"), ("nan", "skip")])
 def test_poison_reaches_nobody_and_its_worker_starts_from_the_anchor(
     ranks: RankPool, store: int, how: str, policy: str
