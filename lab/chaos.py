@@ -224,7 +224,8 @@ def train(arguments: argparse.Namespace, *, seed: int | None, logs: Path, networ
             kinds = [kind for kind in EVENTS if kind != "cut" or network is not None]
             most = max(1, (arguments.workers - 1) // 2)
             disturb(run, random.Random(seed), arguments, kinds=kinds, most=most)
-        codes = [place.process.wait(arguments.patience_s) for place in run.places]
+        patience_s = arguments.patience_s + 4 * arguments.steps * arguments.step_s
+        codes = [place.process.wait(patience_s) for place in run.places]
         ends = run.outputs()
     return {
         "seconds": time.monotonic() - started,
@@ -265,7 +266,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="for how long things happen")
     parser.add_argument("--gap-s", type=float, default=4.0, help="the mean time between two events")
     parser.add_argument("--grace-s", type=float, default=3.0)
-    parser.add_argument("--patience-s", type=float, default=300.0, help="after so long at the end, a worker hangs")
+    parser.add_argument("--patience-s", type=float, default=300.0, help="beyond four times its steps' time: it hangs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--network", choices=["emulated", "none"], default="emulated")
     parser.add_argument("--rate", default="100mbit")
