@@ -29,6 +29,7 @@ def main() -> int:
     import torch
     from test_faults_phases import die_in_turn
 
+    from cadenza.membership.names import ask_nobody
     from cadenza.membership.store import serve
     from support.faults import PHASES
     from support.ranks import RankFailure, RankPool
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("lab/results/kills.json"))
     given = parser.parse_args()
+    ask_nobody()
     dice = random.Random(given.seed)
     pool = RankPool()
     kills: Counter[str] = Counter()

@@ -16,9 +16,6 @@ from cadenza.membership.store import Line, serve
 from support.faults import LEASE_S, PHASES, QUICK, arm, stop_for, train
 from support.ranks import RankPool
 
-# Now and then a worker cannot reach the store for seconds, by a cause not yet found, and comes to no round meanwhile.
-pytestmark = pytest.mark.flaky(reruns=3)
-
 PERIOD, STEPS, WORKERS = 5, 150, 4
 Plan = dict[int, dict[int, Callable[[Any], None]]]
 

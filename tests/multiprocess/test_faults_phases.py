@@ -18,10 +18,6 @@ from cadenza.membership.store import serve
 from support.faults import QUICK, arm, before, kill, train
 from support.ranks import RankPool
 
-# Now and then a worker cannot reach the store for seconds, by a cause not yet found, and comes to no round meanwhile:
-# then it does not come to the phase in which it is to die. Strict again once that is mended.
-pytestmark = pytest.mark.xfail(strict=False, reason="the store is out of reach for seconds: docs/reliability.md")
-
 PERIOD = 5
 
 

@@ -8,16 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import cadenza
 from cadenza.membership.store import serve
 from support.faults import QUICK, train
 from support.ranks import RankPool
-
-# Now and then a worker cannot reach the store for seconds, by a cause not yet found, and comes to no round meanwhile.
-pytestmark = pytest.mark.flaky(reruns=3)
 
 
 def through_an_outage(port: int, folder: str) -> dict[str, Any]:

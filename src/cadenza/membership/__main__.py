@@ -6,6 +6,7 @@ import argparse
 import signal
 from collections.abc import Sequence
 
+from cadenza.membership.names import ask_nobody
 from cadenza.membership.store import serve
 
 
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one, which is printed")
     given = parser.parse_args(arguments)
+    ask_nobody()
     store = serve(given.port, host=given.host)
     print(store.port, flush=True)
     signal.pause()

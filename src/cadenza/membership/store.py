@@ -21,17 +21,20 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
+from cadenza.membership.names import ask_briefly
 
 __all__ = ["Line", "append", "serve", "wait_for"]
 
 T = TypeVar("T")
 
-_CONNECT_S = 2.0
+_CONNECT_S = 3.0  # more than `ask_briefly` allows a name server
 _CALL_S = 5.0
 
 
 def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
     """Start a store in this process, on a free port for 0; it lives as long as the object that is returned.
+
+    Where name servers are slow, the process of ``python -m cadenza.membership`` is the better place: it asks none.
 
     >>> store = serve(host="127.0.0.1")
     >>> store.port > 0
@@ -110,6 +113,7 @@ def _attend(
     host: str, port: int, prefix: str, work: queue.SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]]
 ) -> None:
     """Make calls on one connection until it fails."""
+    ask_briefly()
     store: dist.Store | None = None
     while True:
         function, future = work.get()
