@@ -103,7 +103,7 @@ def test_e3m0_bytes_by_hand() -> None:
     nibbles = {0: 7, 1: 8 + 6, 8: 8 + 1, 9: 1}  # the sign is the highest bit, and −0.1 is nearer to −1/8 than to 0
     first = [nibbles.get(j, 0) | nibbles.get(j + 8, 0) << 4 for j in range(8)]
     last = [7, 0, 8 + 6]  # five values and a zero: the second half is empty
-    scales = struct.pack("<2f2B", 8.0 * 2**0.5, 2**0.5, 2, 2)  # √2 · the largest · 2^(−2/4) is the largest itself
+    scales = struct.pack("<2f2B", 8.0 * 2**0.25, 2**0.25, 1, 1)  # 2^¼ · the largest · 2^(−1/4) is the largest itself
     assert bytes_of(encoded(e3m0(block=16), values)) == scales + bytes(first + last)
 
 
@@ -113,13 +113,13 @@ def test_e3m0_gives_every_group_a_scale_of_its_own() -> None:
     torch.testing.assert_close(returned(e3m0(block=64), values.flatten()), values.flatten(), rtol=1e-6, atol=0)
 
 
-def test_e3m0_takes_the_scale_that_loses_least_and_then_the_nearest_level() -> None:
+def test_e3m0_takes_the_scale_that_loses_less_and_then_the_nearest_level() -> None:
     values = normal(16 * 500).view(500, 16) * normal(500, seed=1).exp()[:, None]
     back = returned(e3m0(block=16), values.flatten()).view(500, 16).double()
     exact, largest = values.double(), values.double().abs().amax(dim=1, keepdim=True)
     lost = []
-    for quarters in range(4):
-        levels = torch.tensor(LEVELS).double() * 2 ** (0.5 - quarters / 4)
+    for scale in (2**0.25, 1.0):
+        levels = torch.tensor(LEVELS).double() * scale
         distance = (exact.abs()[:, :, None] - largest[:, :, None] * levels).abs().amin(dim=2)
         lost.append(distance.square().sum(dim=1))
     least = torch.stack(lost).amin(dim=0)

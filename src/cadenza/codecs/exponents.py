@@ -17,8 +17,7 @@ from cadenza.codecs.pieces import in_pieces, like, read, writing
 __all__ = ["e3m0"]
 
 _GROUP = 16  # values that share a fine scale
-_TRIED = 4  # fine scales that are tried for each group: all the places that the levels can have between two powers of 2
-_ROOM = 2.0**0.5  # a block's scale by its largest magnitude: the tried ones are then 0.71 to 1.41 of a group's
+_FINE = 2.0**0.25  # from one fine scale to the next
 _NOTHING = 2.0**-100  # blocks whose largest magnitude is below this lose their values: 1 / it must stay finite
 _MOST = torch.finfo(torch.float32).max
 _SHIFT = 2.0**-8  # brings the largest level to exponent 7 of half precision, and what is below the smallest to 0
@@ -32,14 +31,14 @@ def e3m0(*, block: int = 512) -> Codec:
 
     - *Levels*: exponent e from 1 to 7 means scale · 2^(e − 7), so the smallest level is 1/64 of the largest. *Zero* is
       exponent 0 with either sign, as in an IEEE number without a mantissa.
-    - *Scale*: a block of 512 values has one fp32 number t, √2 times its largest magnitude, and each group of 16 in it
+    - *Scale*: a block of 512 values has one fp32 number t, 2^¼ times its largest magnitude, and each group of 16 in it
       one byte c: their scale is t · 2^(−c/4). Value i of a block belongs to group i mod 32. The last block may be
       shorter, and has fewer groups if it has fewer than 32 values; zeros fill its groups up to an equal size.
-    - *Choice of the scale*: of the four that lie between √½ and √2 times the group's largest magnitude, the one that
-      loses least in the sum of squares.
+    - *Choice of the scale*: of the two that lie between 2^-¼ and 2^¼ times the group's largest magnitude, the one that
+      loses less in the sum of squares.
     - *Rounding*: to the nearest level, halves away from zero; decided on value / scale as a half-precision number, so
       that within 2^-10 of a half either neighbour may be taken. Below 1/128 of the scale: zero. So a value loses at
-      most a third of itself, or 1/90 of the largest magnitude in its group.
+      most a third of itself, or 1/107 of the largest magnitude in its group.
     - *Bytes*: a value is the four bits `s e e e`. In a block of n values, byte j holds value j in its low half and
       value j + n/2 in its high half. First come all t, then all c, then all values. 0.143 of fp32's bytes.
 
@@ -133,17 +132,17 @@ def _encode(
     """Write the rows' codes and scales; the last five are scratch of the rows' shape."""
     in_group = _grouped(torch.abs(rows, out=one), fine).amax(dim=1)
     largest = in_group.amax(dim=1, keepdim=True)
-    torch.mul(largest, _ROOM, out=scales).clamp_(max=_MOST)
+    torch.mul(largest, _FINE, out=scales).clamp_(max=_MOST)
     largest.clamp_(min=_NOTHING)
-    # The first scale that is at most √2 times the group's largest magnitude.
-    first = torch.log2(in_group.div_(largest)).mul_(-4).ceil_().clamp_(0, 256 - _TRIED)
-    torch.mul(rows, largest.mul_(_ROOM).clamp_(max=_MOST).reciprocal_(), out=one)
+    # The first scale that is at most 2^¼ times the group's largest magnitude.
+    first = torch.log2(in_group.div_(largest)).mul_(-4).ceil_().clamp_(0, 254)
+    torch.mul(rows, largest.mul_(_FINE).clamp_(max=_MOST).reciprocal_(), out=one)
     chosen = _choose(one, first, two, wide)
     fine.copy_(chosen)
-    torch.mul(_grouped(one, fine), _power(chosen), out=_grouped(two, fine))
+    torch.mul(_grouped(one, fine), _power(chosen).mul_(_SHIFT), out=_grouped(two, fine))
     # As half-precision numbers the levels have the exponents 1 to 7, and what is smaller is subnormal. So half a unit
     # of the exponent, added to the bits, carries into it just where a value is nearer to the next level.
-    bits = halves.copy_(two.mul_(_SHIFT).clamp_(-_SHIFT, _SHIFT)).view(torch.int16).add_(1 << 9)
+    bits = halves.copy_(two.clamp_(-_SHIFT, _SHIFT)).view(torch.int16).add_(1 << 9)
     torch.bitwise_right_shift(bits, 13, out=signs)  # 0, or −4 for a negative value
     bits.bitwise_right_shift_(10).add_(signs, alpha=2)  # e, or e − 32 − 8: the low four bits are `s e e e`
     low, high = bits.chunk(2, dim=1)
@@ -151,16 +150,21 @@ def _encode(
 
 
 def _choose(rows: torch.Tensor, first: torch.Tensor, scaled: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """Return which of the scales from `first` on loses least of each group; rows are in units of the block's scale."""
-    best, chosen = torch.full_like(first, torch.inf), first
-    for fine in (first + offset for offset in range(_TRIED)):
-        torch.mul(_grouped(rows, fine), _power(fine), out=_grouped(scaled, fine))
-        # Half a unit of the exponent, added to the bits of a number, makes its power of two the nearest one.
-        nearest = torch.add(scaled.view(torch.int32), 1 << 22, out=wide).bitwise_and_(_POWER).view(torch.float32)
-        lost = _grouped(nearest.sub_(scaled).square_(), fine).sum(dim=1).mul_(torch.exp2(fine * -0.5))
-        better = lost < best
-        best, chosen = torch.where(better, lost, best), torch.where(better, fine, chosen)
-    return chosen
+    """Return the first scale of each group, or the next one if that loses less; rows are in the block's units.
+
+    A third and a fourth would lose 3 % less in all, and take half as long again.
+    """
+    torch.mul(_grouped(rows, first), _power(first), out=_grouped(scaled, first))
+    by_first = _lost(scaled, first, wide)
+    by_next = _lost(scaled.mul_(_FINE), first, wide).mul_(_FINE**-2)
+    return first.add_(by_next < by_first)
+
+
+def _lost(scaled: torch.Tensor, groups: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares that each group loses, in units of its scale; the last is scratch."""
+    # Half a unit of the exponent, added to the bits of a number, makes its power of two the nearest one.
+    nearest = torch.add(scaled.view(torch.int32), 1 << 22, out=wide).bitwise_and_(_POWER).view(torch.float32)
+    return _grouped(nearest.sub_(scaled).square_(), groups).sum(dim=1)
 
 
 def _power(fine: torch.Tensor) -> torch.Tensor:
