@@ -21,6 +21,7 @@ from cadenza.norms import norm_squared
 from cadenza.transports import Lane, Transport
 
 _MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
+_SAMPLE = 1 << 16  # values of a message by which it is told what encoding loses
 
 __all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "pipeline", "stage_part"]
 
@@ -250,13 +251,15 @@ class _Encoded:
         self._rows = list(_rows(values, transport, codec))
         self._members = len(transport.members)
         self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
+        self._sampled = 0
+        # Fresh memory for every message would cost more time, in page faults, than what is done in it.
+        longest = max(row for _, row in self._rows)
+        self._one, self._two = torch.empty(2, longest, dtype=torch.float32, device=values.device)
 
     def run(self) -> None:
         lanes = _in_turn(len(self._rows), self._transport, self._values.device)
         pipeline(lanes, self._send_shares, self._reduce_share, self._receive)
-        numel = self._values.numel()
-        sampled = numel if self._residual is not None else sum(min(row, numel - at) for at, row in self._rows)
-        self._done.error2 = numel / sampled * float(self._error2)
+        self._done.error2 = self._values.numel() / self._sampled * float(self._error2)
 
     def _send_shares(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
@@ -266,21 +269,33 @@ class _Encoded:
             at = start + member * row
             values = _padded(self._values, at, row)
             if self._residual is not None:
-                values = values + _padded(self._residual.own, at, row)
+                values = torch.add(values, _padded(self._residual.own, at, row), out=self._one[:row])
             self._codec.encode(values, outgoing[member])
-            if self._residual is None and member:
-                continue  # the first share, which is never padding alone, tells what encoding loses
-            lost = values - self._decoded(outgoing[member], row)
-            self._error2 += lost.square().sum(dtype=torch.float64)
             if self._residual is not None:
+                lost = torch.sub(values, self._decoded(outgoing[member], self._two[:row]), out=self._two[:row])
+                self._count_lost(lost, at)
                 _put(self._residual.next_own, at, lost.mul_(self._codec.feedback or 0.0))
         lane.launch_scatter()
+        if self._residual is None:
+            self._sample(start, row)
         self._done.encoded_bytes += self._members * size
         self._done.bytes_sent += 2 * (self._members - 1) * size
 
+    def _sample(self, start: int, row: int) -> None:
+        """Tell by the first values of a message what encoding loses."""
+        values = _padded(self._values, start, min(row, _SAMPLE))
+        data = torch.empty(self._codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self._codec.encode(values, data)
+        back = self._decoded(data, self._one[: values.numel()])
+        self._count_lost(torch.sub(values, back, out=back), start)
+
+    def _count_lost(self, lost: torch.Tensor, start: int) -> None:
+        self._error2 += torch.dot(lost, lost)
+        self._sampled += max(0, min(lost.numel(), self._values.numel() - start))
+
     def _reduce_share(self, item: int, lane: Lane) -> None:
         _, row = self._rows[item]
-        total = torch.zeros(row, dtype=torch.float32, device=self._values.device)
+        total = self._one[:row].zero_()
         for encoded, weight in zip(lane.scattered(), self._weights, strict=True):
             self._codec.decode_add(encoded, total, weight)
         at = sum(earlier for _, earlier in self._rows[:item])
@@ -289,19 +304,23 @@ class _Encoded:
         outgoing = lane.gather(self._codec.encoded_bytes(row))
         self._codec.encode(total, outgoing)
         if self._residual is not None:
-            lost = total - self._decoded(outgoing, row)
+            lost = torch.sub(total, self._decoded(outgoing, self._two[:row]), out=self._two[:row])
             self._residual.next_share[at : at + row] = lost.mul_(self._codec.feedback or 0.0)
         lane.launch_gather()
 
     def _receive(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
         for member, encoded in enumerate(lane.gathered()):
-            _put(self._values, start + member * row, self._decoded(encoded, row))
+            at = start + member * row
+            place = self._values[at : at + row]
+            if place.dtype == torch.float32 and place.numel() == row:
+                self._codec.decode(encoded, place)
+            else:
+                _put(self._values, at, self._decoded(encoded, self._one[:row]))
 
-    def _decoded(self, encoded: torch.Tensor, row: int) -> torch.Tensor:
-        values = torch.empty(row, dtype=torch.float32, device=self._values.device)
-        self._codec.decode(encoded, values)
-        return values
+    def _decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self._codec.decode(encoded, out)
+        return out
 
 
 class _Sparse:

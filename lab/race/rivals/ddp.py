@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, variant: str) -> Ready:
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # With several buckets PowerSGD's collectives come in another order on every rank, which Gloo does not bear.
+    size = {"bucket_cap_mb": 1024} if variant == "powersgd" else {}
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **size)
     if variant == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if variant == "powersgd":

@@ -19,6 +19,7 @@ __all__ = ["e3m0"]
 _GROUP = 16  # values that share a fine scale
 _FINE = 2.0**0.25  # from one fine scale to the next
 _NOTHING = 2.0**-100  # blocks whose largest magnitude is below this lose their values: 1 / it must stay finite
+_LEAST = 2.0**-64  # the smallest fine scale; the logarithm of zero would take ten times as long
 _MOST = torch.finfo(torch.float32).max
 _SHIFT = 2.0**-8  # brings the largest level to exponent 7 of half precision, and what is below the smallest to 0
 _POWER = -0x800000  # the bits of an fp32 number that are its sign and its exponent
@@ -135,7 +136,8 @@ def _encode(
     torch.mul(largest, _FINE, out=scales).clamp_(max=_MOST)
     largest.clamp_(min=_NOTHING)
     # The first scale that is at most 2^¼ times the group's largest magnitude.
-    first = torch.log2(in_group.div_(largest)).mul_(-4).ceil_().clamp_(0, 254)
+    in_group.div_(largest).clamp_(min=_LEAST)
+    first = torch.log2(in_group).mul_(-4).ceil_().clamp_(0, 254)
     torch.mul(rows, largest.mul_(_FINE).clamp_(max=_MOST).reciprocal_(), out=one)
     chosen = _choose(one, first, two, wide)
     fine.copy_(chosen)
