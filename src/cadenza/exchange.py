@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from cadenza.codecs import Codec
-from cadenza.norms import norm_squared
 from cadenza.transports import Lane, Transport
 
 _MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
@@ -34,8 +33,8 @@ class Exchanged:
         bytes_sent: What was handed to the transport, on all stages of the way.
         encoded_bytes: What the codec made of this member's contribution; on a staged way, of the part that goes across.
         raw_bytes: The size of the same values as they were.
-        error2: The squared norm of what encoding them lost, 0 where the codec is exact.
-        norm2: The squared norm of the values that were encoded, 0 where the codec is exact.
+        error2: The squared norm of what encoding lost of some of them, 0 where the codec is exact.
+        norm2: The squared norm of these values, 0 where the codec is exact.
     """
 
     bytes_sent: int = 0
@@ -101,7 +100,6 @@ def exchange_mean(
     if codec.exact:
         _exchange_exact(values, transport, weights[transport.position], done)
         return done
-    done.norm2 = norm_squared(values)
     if codec.sparse:
         _Sparse(values, transport, codec, weights, residual, done).run()
     else:
@@ -234,6 +232,20 @@ def _exchange_exact(values: torch.Tensor, transport: Transport, weight: float, d
     pipeline(_in_turn(len(parts), transport, values.device), launch, lambda _, lane: lane.combine(), land)
 
 
+class _Losses:
+    """Squared norms of values and of what encoding lost of them, without waiting for a device before the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._error2, self._norm2 = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def count(self, values: torch.Tensor, lost: torch.Tensor) -> None:
+        self._error2 += torch.dot(lost, lost)
+        self._norm2 += torch.dot(values, values)
+
+    def tell(self, done: Exchanged) -> None:
+        done.error2, done.norm2 = float(self._error2), float(self._norm2)
+
+
 class _Encoded:
     """Reduce by the owners of shares: encode → scatter → decode and sum → encode → gather → decode."""
 
@@ -250,8 +262,7 @@ class _Encoded:
         self._weights, self._residual, self._done = weights, residual, done
         self._rows = list(_rows(values, transport, codec))
         self._members = len(transport.members)
-        self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
-        self._sampled = 0
+        self._losses = _Losses(values.device)
         # Fresh memory for every message would cost more time, in page faults, than what is done in it.
         longest = max(row for _, row in self._rows)
         self._one, self._two = torch.empty(2, longest, dtype=torch.float32, device=values.device)
@@ -259,7 +270,7 @@ class _Encoded:
     def run(self) -> None:
         lanes = _in_turn(len(self._rows), self._transport, self._values.device)
         pipeline(lanes, self._send_shares, self._reduce_share, self._receive)
-        self._done.error2 = self._values.numel() / self._sampled * float(self._error2)
+        self._losses.tell(self._done)
 
     def _send_shares(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
@@ -273,7 +284,7 @@ class _Encoded:
             self._codec.encode(values, outgoing[member])
             if self._residual is not None:
                 lost = torch.sub(values, self._decoded(outgoing[member], self._two[:row]), out=self._two[:row])
-                self._count_lost(lost, at)
+                self._losses.count(values, lost)
                 _put(self._residual.next_own, at, lost.mul_(self._codec.feedback or 0.0))
         lane.launch_scatter()
         if self._residual is None:
@@ -287,11 +298,7 @@ class _Encoded:
         data = torch.empty(self._codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self._codec.encode(values, data)
         back = self._decoded(data, self._one[: values.numel()])
-        self._count_lost(torch.sub(values, back, out=back), start)
-
-    def _count_lost(self, lost: torch.Tensor, start: int) -> None:
-        self._error2 += torch.dot(lost, lost)
-        self._sampled += max(0, min(lost.numel(), self._values.numel() - start))
+        self._losses.count(values, torch.sub(values, back, out=back))
 
     def _reduce_share(self, item: int, lane: Lane) -> None:
         _, row = self._rows[item]
@@ -341,12 +348,12 @@ class _Sparse:
         self._parts = values.split(longest)
         self._own = residual.own.split(longest) if residual else ()
         self._next_own = residual.next_own.split(longest) if residual else ()
-        self._error2 = torch.zeros((), dtype=torch.float64, device=values.device)
+        self._losses = _Losses(values.device)
 
     def run(self) -> None:
         lanes = _in_turn(len(self._parts), self._transport, self._parts[0].device)
         pipeline(lanes, self._send, self._receive)
-        self._done.error2 = float(self._error2)
+        self._losses.tell(self._done)
 
     def _send(self, item: int, lane: Lane) -> None:
         values = self._parts[item].to(torch.float32)
@@ -357,8 +364,8 @@ class _Sparse:
         self._codec.encode(values, outgoing)
         kept = torch.empty_like(values)
         self._codec.decode(outgoing, kept)
-        lost = values - kept
-        self._error2 += lost.square().sum(dtype=torch.float64)
+        lost = torch.sub(values, kept, out=kept)
+        self._losses.count(values, lost)
         if self._residual is not None:
             self._next_own[item].copy_(lost.mul_(self._codec.feedback or 0.0))
         lane.launch_gather()

@@ -18,7 +18,7 @@ import torch
 
 from cadenza.agreement import Header
 from cadenza.levels import LevelGroup
-from cadenza.norms import distance_squared, norm_squared
+from cadenza.norms import distance_squared, norm_squared, subtract_from
 from cadenza.rounds import Passage, fly
 from cadenza.tracks import Layout, Track
 
@@ -118,9 +118,9 @@ def carry(
     spread = measure and not plan.anchored
     origins = [flat.clone() for flat in values] if late_mean or spread else None
     if plan.anchored:
-        for anchor, flat in zip(track.anchors, values, strict=True):
-            torch.sub(anchor, flat, out=flat)
-    norm2 = norm_squared(*values)
+        norm2 = sum(subtract_from(anchor, flat) for anchor, flat in zip(track.anchors, values, strict=True))
+    else:
+        norm2 = norm_squared(*values)
     problem = problem or _not_finite(flight, norm2)
     header = replace(header, norm2=norm2, atomic=company is not None)
     if company is not None and problem is not None:

@@ -23,10 +23,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
 import torch
+
+from cadenza.norms import in_cache
 
 __all__ = [
     "Factor",
@@ -222,11 +225,13 @@ class Sgd:
     def update(
         self, anchor: torch.Tensor, delta: torch.Tensor, state: State, *, rounds: int, inner_lr: float | None = None
     ) -> None:
-        step = delta
-        if self.momentum:
-            momentum = state["momentum"].mul_(self.momentum).add_(delta)
-            step = delta.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
-        anchor.add_(step, alpha=-self.lr * _factor(self.schedule, rounds))
+        factor = -self.lr * _factor(self.schedule, rounds)
+        momenta = in_cache(state["momentum"]) if self.momentum else []
+        for part, step, momentum in zip_longest(in_cache(anchor), in_cache(delta), momenta):
+            if momentum is not None:
+                momentum.mul_(self.momentum).add_(step)
+                step = step.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
+            part.add_(step, alpha=factor)
 
     def describe(self) -> str:
         name = "nesterov" if self.nesterov else "sgd"
