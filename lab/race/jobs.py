@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-__all__ = ["LARGE", "SMALL", "Job", "Size"]
+__all__ = ["LARGE", "MIDDLE", "SMALL", "Job", "Size"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Size:
 
 
 SMALL = Size(layers=2, width=64, heads=2, context=32, batch=2)
+MIDDLE = Size(layers=2, width=128, heads=4, context=64, batch=8)
 LARGE = Size()
 
 

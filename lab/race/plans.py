@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab.race.jobs import LARGE, SMALL, Job, Size
+from lab.race.jobs import LARGE, MIDDLE, SMALL, Job, Size
 from lab.race.rivals import METHODS
 
 __all__ = ["ENTRIES", "FULL", "QUICK", "Entry", "Scale", "headline", "sites", "syncs", "timing", "training"]
@@ -109,6 +109,10 @@ SAME_CURVE = {
 }
 
 
+# What the inner learning rate is swept for.
+SWEPT = ("DDP", "DDP, PowerSGD hook", "Cadenza local_sgd", "torchft DiLoCo", "Cadenza diloco int8")
+
+
 @dataclass(frozen=True)
 class Scale:
     """How much is run: everything, or just enough to see that it works."""
@@ -123,19 +127,23 @@ class Scale:
     lrs: tuple[float, ...]
     millions: tuple[float, ...]
     workers: tuple[int, ...]
+    seeded: Size  # what is trained for several seeds
+    seeded_steps: int
 
 
 FULL = Scale(
     size=LARGE,
-    steps=160,
+    steps=128,
     evaluate_every=16,
     windows=64,
     timed=20,
     links=("1gbit", "100mbit", "20mbit"),
     curve_links=("300mbit", "50mbit"),
-    lrs=(1e-3, 3e-3),
+    lrs=(3e-3, 1e-3, 6e-3),
     millions=(1, 10, 100),
     workers=(2, 4, 8),
+    seeded=MIDDLE,
+    seeded_steps=256,
 )
 QUICK = Scale(
     size=SMALL,
@@ -148,6 +156,8 @@ QUICK = Scale(
     lrs=(1e-3,),
     millions=(0.1, 1),
     workers=(2, 4),
+    seeded=SMALL,
+    seeded_steps=32,
 )
 
 
@@ -185,13 +195,16 @@ def entries(labels: Iterable[str] | None = None) -> list[Entry]:
 
 
 def training(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
-    """Yield what trains: every entry at every period; inner and outer learning rates are swept at the first one."""
+    """Yield what trains: every entry at every period; outer learning rates are swept at the first one.
+
+    The inner one is swept for some of every kind. All came out best at the first of the scale's, which the others use.
+    """
     for entry in entries(labels):
         for job in entry.jobs():
             at_first = job.period == entry.timed_period
             usual = entry.outer_settings()[0].items() <= job.settings.items()
-            swept = at_first and usual and entry.label not in SAME_CURVE
-            if at_first and usual or (entry.label not in SAME_CURVE and (at_first or usual)):
+            swept = at_first and usual and entry.label in SWEPT
+            if (at_first and usual) or (entry.label not in SAME_CURVE and (at_first or usual)):
                 for lr in scale.lrs if swept else scale.lrs[:1]:
                     yield trained(job, scale).but(lr=lr), "unlimited"
 
@@ -293,11 +306,13 @@ HEADLINE = (
 )
 
 
+HEADLINE_LINK = "100mbit"
+
+
 def headline(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
-    """Yield the short race: a few methods at H = 16, two links, and how far each comes in as many steps."""
-    for link in ("100mbit", "20mbit"):
-        for entry in entries(labels or HEADLINE):
-            yield timed(entry, scale), link
+    """Yield the short race: a few methods at H = 16 on one link, and how far each comes in as many steps."""
+    for entry in entries(labels or HEADLINE):
+        yield timed(entry, scale), HEADLINE_LINK
     for entry in entries(labels or HEADLINE):
         if entry.periods and entry.label not in SAME_CURVE:
             job = next(job for job in entry.jobs() if job.period == entry.timed_period)
@@ -331,7 +346,9 @@ def losses(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[
     """Yield every strategy and codec at equal tokens, for several seeds."""
     for seed in SEEDS:
         for label in labels or LOSSES:
-            yield trained(LOSSES[label], scale).but(seed=seed, evaluate_every=scale.steps), "unlimited"
+            job = trained(LOSSES[label], scale).but(seed=seed, lr=scale.lrs[0], size=scale.seeded)
+            steps = scale.seeded_steps
+            yield job.but(steps=steps, lr_warmup=steps // 10, evaluate_every=steps, windows=256), "unlimited"
 
 
 RACES = {

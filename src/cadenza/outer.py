@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from numbers import Real
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -101,17 +101,9 @@ class Mean:
     True
     """
 
-    @property
-    def plain(self) -> bool:
-        return True
-
-    @property
-    def needs_inner_lr(self) -> bool:
-        return False
-
-    @property
-    def clip(self) -> float | None:
-        return None
+    plain: ClassVar[bool] = True
+    needs_inner_lr: ClassVar[bool] = False
+    clip: ClassVar[float | None] = None
 
     def init(self, anchor: torch.Tensor) -> State:
         return {}
@@ -146,18 +138,9 @@ class SlowMo:
 
     alpha: float
     beta: float
-
-    @property
-    def plain(self) -> bool:
-        return False
-
-    @property
-    def needs_inner_lr(self) -> bool:
-        return True
-
-    @property
-    def clip(self) -> float | None:
-        return None
+    plain: ClassVar[bool] = False
+    needs_inner_lr: ClassVar[bool] = True
+    clip: ClassVar[float | None] = None
 
     def init(self, anchor: torch.Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)}
@@ -209,14 +192,8 @@ class Sgd:
     nesterov: bool = False
     clip: float | None = None
     schedule: Factor | None = None
-
-    @property
-    def plain(self) -> bool:
-        return False
-
-    @property
-    def needs_inner_lr(self) -> bool:
-        return False
+    plain: ClassVar[bool] = False
+    needs_inner_lr: ClassVar[bool] = False
 
     def init(self, anchor: torch.Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
@@ -298,14 +275,8 @@ class TorchOptimizer:
     kept: dict[str, Any] = field(compare=False, repr=False)
     clip: float | None = None
     schedule: Factor | None = None
-
-    @property
-    def plain(self) -> bool:
-        return False
-
-    @property
-    def needs_inner_lr(self) -> bool:
-        return False
+    plain: ClassVar[bool] = False
+    needs_inner_lr: ClassVar[bool] = False
 
     def init(self, anchor: torch.Tensor) -> State:
         state = {name: torch.tensor(-1) for name in ("begun", "applied")}
