@@ -110,7 +110,7 @@ SAME_CURVE = {
 
 
 # What the inner learning rate is swept for.
-SWEPT = ("DDP", "DDP, PowerSGD hook", "Cadenza local_sgd", "torchft DiLoCo", "Cadenza diloco int8")
+SWEPT = ("DDP", "Cadenza local_sgd", "torchft DiLoCo", "Cadenza diloco int8")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ FULL = Scale(
     timed=20,
     links=("1gbit", "100mbit", "20mbit"),
     curve_links=("300mbit", "50mbit"),
-    lrs=(3e-3, 1e-3, 6e-3),
+    lrs=(1e-3, 5e-4, 3e-3),
     millions=(1, 10, 100),
     workers=(2, 4, 8),
     seeded=MIDDLE,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,43 @@ def send(source: Host, target: Host, size: int, *, port: int = 4000, timeout_s: 
             receiver.kill()
     assert int(total) == size
     return size / float(seconds)
+
+
+ANSWER = """
+import socket
+with socket.create_server(("", 4100)) as server:
+    print("listening", flush=True)
+    connection = server.accept()[0]
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while data := connection.recv(1):
+        connection.send(data)
+"""
+ASK = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 4100), timeout=20) as peer:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = []
+    for _ in range(10):
+        started = time.perf_counter()
+        peer.send(b"x")
+        peer.recv(1)
+        trips.append(time.perf_counter() - started)
+    print(1000 * min(trips))
+"""
+
+
+def round_trip_ms(source: Host, target: Host) -> float:
+    """Return the shortest of some round trips."""
+    with subprocess.Popen(
+        target.command([sys.executable, "-c", ANSWER]), stdout=subprocess.PIPE, text=True
+    ) as answering:
+        assert answering.stdout is not None
+        try:
+            assert answering.stdout.readline() == "listening\n"
+            asking = source.command([sys.executable, "-c", ASK, target.address])
+            return float(subprocess.run(asking, check=True, timeout=60, capture_output=True, text=True).stdout)
+        finally:
+            answering.kill()
 
 
 def namespaces() -> list[str]:
@@ -102,8 +140,25 @@ def test_sites_are_fast_inside_and_slow_between() -> None:
 
 
 @needs_network
-def test_a_cut_host_hears_nothing_until_it_is_healed() -> None:
+def test_a_round_trip_takes_its_time_and_more_between_sites() -> None:
+    with Network([2, 1], rate="100mbit", rtt_ms=40, between_rtt_ms=60) as network:
+        first, neighbour, distant = network.hosts
+        inside, between = round_trip_ms(first, neighbour), round_trip_ms(first, distant)
+        rate = send(first, neighbour, 2_000_000)
+    assert 40 <= inside < 90
+    assert between >= 100
+    assert 0.2 < rate / 12.5e6 < 1.3
+    with Network([1, 1, 1], between_rtt_ms=60) as network:
+        _, second, third = network.hosts
+        assert round_trip_ms(second, third) >= 60
     with Network(2) as network:
+        assert round_trip_ms(*network.hosts) < 20
+
+
+@needs_network
+@pytest.mark.parametrize("rtt_ms", [0, 2])
+def test_a_cut_host_hears_nothing_until_it_is_healed(rtt_ms: float) -> None:
+    with Network(2, rtt_ms=rtt_ms) as network:
         source, target = network.hosts
         network.cut(target)
         with pytest.raises(subprocess.CalledProcessError):
@@ -160,14 +215,14 @@ def test_nothing_is_left_after_an_exception() -> None:
 @needs_network
 def test_nothing_is_left_of_a_network_that_could_not_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network(3)
-    link = Network._link_host
+    link = Network._connect
 
     def fail_at_the_second(self: Network, host: Host) -> None:
         link(self, host)
         if host is network.hosts[1]:
             raise CadenzaError("no more")
 
-    monkeypatch.setattr(Network, "_link_host", fail_at_the_second)
+    monkeypatch.setattr(Network, "_connect", fail_at_the_second)
     with pytest.raises(CadenzaError, match="no more"), network:
         pass
     assert not [name for name in namespaces() if name.startswith(network.hosts[0].name[:-2])]
@@ -179,7 +234,7 @@ def test_nothing_is_left_of_a_program_that_was_killed(how: str) -> None:
     script = """if True:
         import os, signal, subprocess, sys
         from cadenza.emulation import Network
-        with Network(1) as network:
+        with Network(1, rtt_ms=2) as network:
             subprocess.Popen(network.hosts[0].command(["sleep", "60"]))
             print(network.hosts[0].name, flush=True)
             os.kill(os.getpid(), getattr(signal, sys.argv[1]))
@@ -242,11 +297,14 @@ def test_a_network_from_the_shell(capfd: pytest.CaptureFixture[str]) -> None:
         (2, {"rate": "fast"}, "100mbit"),
         (2, {"rate": "100; reboot"}, "100mbit"),
         ([2], {"between": "1gbit"}, "one site"),
+        (2, {"between_rtt_ms": 10}, "one site"),
+        (2, {"rtt_ms": -1}, "0 or more"),
+        (2, {"rtt_ms": float("nan")}, "0 or more"),
     ],
 )
-def test_a_network_that_cannot_be_is_refused(hosts: int | list[int], options: dict[str, str], words: str) -> None:
+def test_a_network_that_cannot_be_is_refused(hosts: int | list[int], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Network(hosts, **options)  # type: ignore[arg-type]
+        Network(hosts, **options)
 
 
 def test_without_root_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

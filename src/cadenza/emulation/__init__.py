@@ -2,7 +2,8 @@
 
 Every host is a network namespace with one interface, `eth0`; its link ends at a bridge in a namespace of its own, so
 that the machine's own network is never touched. ``tc … tbf`` limits the rate at both ends of a link. Hosts of several
-sites have a bridge a site, and one slower link from each bridge to the first. All is gone when the block ends::
+sites have a bridge a site, and one slower link from each bridge to the first. Latency comes from ``tc … netem`` or,
+where the kernel lacks it, from a process that carries the frames (`relay`). All is gone when the block ends::
 
     with Network(4, rate="100mbit") as network:
         outputs = network.run([sys.executable, "train.py"])      # one rank on each host, as torchrun would start it
@@ -19,6 +20,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
+import math
 import os
 import re
 import secrets
@@ -27,8 +30,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -39,7 +43,8 @@ __all__ = ["Host", "Network", "available"]
 INTERFACE = "eth0"
 _PREFIX = "cadenza"
 _BURST = "128kb"  # as much may pass at once; small against what a second carries, large against a timer's tick
-_LATENCY = "300ms"  # how long a packet may wait in the shaper before it is dropped
+_PATIENCE = "300ms"  # how long a packet may wait in the shaper before it is dropped
+_IN_FLIGHT = "100000"  # packets that netem holds at most
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 # Waits until its input ends, which is when the network's owner closes it or is gone; then ends what runs in the
 # namespaces, and removes them. The interfaces go with them.
@@ -109,6 +114,16 @@ class Host:
         return int(_call(self.command(["cat", f"/sys/class/net/{INTERFACE}/statistics/{what}"])))
 
 
+@dataclass(frozen=True)
+class _Cable:
+    """A cable between two interfaces, each named by its namespace and its name."""
+
+    one: tuple[str, str]
+    other: tuple[str, str]
+    rate: str | None
+    delay_ms: float
+
+
 class Network:
     """A network that exists inside a ``with`` block.
 
@@ -118,19 +133,32 @@ class Network:
         hosts: How many, or how many at each site: ``[2, 2]`` is two sites of two hosts.
         rate: What a host's link carries in each direction, in `tc`'s words ("100mbit", "1gbit"); None: no limit.
         between: The same for a site's link to the other sites.
+        rtt_ms: The round trip from one host to another of the same site, in milliseconds, when nothing else is sent.
+        between_rtt_ms: What is added to it from one site to another.
 
     >>> with Network(2, rate="100mbit") as network:  # doctest: +SKIP
     ...     [host.address for host in network.hosts]
     ['10.77.0.1', '10.77.0.2']
     """
 
-    def __init__(self, hosts: int | Sequence[int], *, rate: str | None = None, between: str | None = None) -> None:
+    def __init__(
+        self,
+        hosts: int | Sequence[int],
+        *,
+        rate: str | None = None,
+        between: str | None = None,
+        rtt_ms: float = 0.0,
+        between_rtt_ms: float = 0.0,
+    ) -> None:
         self.sites = [hosts] if isinstance(hosts, int) else list(hosts)
         if not self.sites or not all(1 <= count <= 250 for count in self.sites) or len(self.sites) > 250:
             raise ValueError(f"A network has 1 to 250 sites of 1 to 250 hosts each; got {hosts}.")
-        if between is not None and len(self.sites) == 1:
-            raise ValueError("between is the rate between sites, and there is one site; give hosts as [2, 2].")
+        if len(self.sites) == 1 and (between is not None or between_rtt_ms):
+            raise ValueError("between is about the links between sites, and there is one site; give hosts as [2, 2].")
         self.rate, self.between = _check_rate("rate", rate), _check_rate("between", between)
+        self.rtt_ms = _check_rtt("rtt_ms", rtt_ms)
+        self.between_rtt_ms = _check_rtt("between_rtt_ms", between_rtt_ms)
+        self._relay: subprocess.Popen[str] | None = None
         self._guard: subprocess.Popen[str] | None = None
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
         self._switch = f"{self._name}-sw"
@@ -248,42 +276,80 @@ class Network:
             start_new_session=True,  # what ends this program, such as Ctrl-C, does not end it
         )
         self._ip("netns", "add", self._switch)
+        for host in self.hosts:
+            self._ip("netns", "add", host.name)
+        self._lay(list(self._cables()))
         for site in range(len(self.sites)):
             self._ip("-n", self._switch, "link", "add", f"site{site}", "type", "bridge", "forward_delay", "0")
             self._ip("-n", self._switch, "link", "set", f"site{site}", "addrgenmode", "none", "up")
             if site:
-                self._link_sites(site)
+                for end, bridge in ((f"up{site}", f"site{site}"), (f"down{site}", "site0")):
+                    self._ip("-n", self._switch, "link", "set", end, "master", bridge, "addrgenmode", "none", "up")
         for host in self.hosts:
-            self._link_host(host)
+            self._connect(host)
 
-    def _link_host(self, host: Host) -> None:
+    def _connect(self, host: Host) -> None:
         port = self._port(host)
-        self._ip("netns", "add", host.name)
-        end = ["peer", "name", INTERFACE, "netns", host.name]
-        self._ip("-n", self._switch, "link", "add", port, "type", "veth", *end)
-        self._shape(self._switch, port, self.rate)
-        self._shape(host.name, INTERFACE, self.rate)
         self._ip("-n", self._switch, "link", "set", port, "master", f"site{host.site}", "addrgenmode", "none", "up")
         self._ip("-n", host.name, "link", "set", "lo", "up")
         self._ip("-n", host.name, "link", "set", INTERFACE, "addrgenmode", "none", "up")
         self._ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
 
-    def _link_sites(self, site: int) -> None:
-        """Lay a cable from a site's bridge to the first site's."""
-        ends = {f"up{site}": f"site{site}", f"down{site}": "site0"}
-        first, second = ends
-        self._ip("-n", self._switch, "link", "add", first, "type", "veth", "peer", "name", second)
-        for end, bridge in ends.items():
-            self._shape(self._switch, end, self.between)
-            self._ip("-n", self._switch, "link", "set", end, "master", bridge, "addrgenmode", "none", "up")
+    def _cables(self) -> Iterator[_Cable]:
+        """Yield the cables from hosts to their bridges, and from the bridges of sites to the first site's."""
+        for host in self.hosts:  # a round trip passes two of them, twice
+            yield _Cable((self._switch, self._port(host)), (host.name, INTERFACE), self.rate, self.rtt_ms / 4)
+        for site in range(1, len(self.sites)):
+            ends = (self._switch, f"up{site}"), (self._switch, f"down{site}")
+            # From one of the others to another, it passes two such cables.
+            crossings = 4 if len(self.sites) > 2 else 2
+            yield _Cable(*ends, self.between, self.between_rtt_ms / crossings)
 
-    def _shape(self, namespace: str, interface: str, rate: str | None) -> None:
+    def _lay(self, cables: Sequence[_Cable]) -> None:
+        """Lay cables: plain ones, and those that take time."""
+        by_kernel = not any(cable.delay_ms for cable in cables) or _knows_netem(self._switch)
+        late = [] if by_kernel else [cable for cable in cables if cable.delay_ms]
+        if late:
+            self._start_relay(late)
+        for cable in cables:
+            (place, name), (other_place, other_name) = cable.one, cable.other
+            if cable not in late:
+                peer = ["peer", "name", other_name, "netns", other_place]
+                self._ip("-n", place, "link", "add", name, "type", "veth", *peer)
+            for namespace, interface in (cable.one, cable.other):
+                self._shape(namespace, interface, cable.rate, cable.delay_ms if by_kernel else 0.0)
+
+    def _start_relay(self, cables: Sequence[_Cable]) -> None:
+        if not Path("/dev/net/tun").exists():
+            raise CadenzaError("Latency needs the kernel's netem or /dev/net/tun, and there is neither.")
+        told = [{"ends": [cable.one, cable.other], "delay_s": cable.delay_ms / 1000} for cable in cables]
+        self._relay = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("relay.py")), json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._relay.stdout is not None
+        if self._relay.stdout.readline() != "ready\n":
+            _, complaint = self._relay.communicate()
+            raise CadenzaError(f"The process that carries frames did not start: {complaint.strip()[-500:]}")
+
+    def _shape(self, namespace: str, interface: str, rate: str | None, delay_ms: float) -> None:
+        add, place = ["tc", "-n", namespace, "qdisc", "add", "dev", interface], ["root"]
         if rate is not None:
-            shaper = ["root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
-            _call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *shaper])
+            _call([*add, *place, "handle", "1:", "tbf", "rate", rate, "burst", _BURST, "latency", _PATIENCE])
+            place = ["parent", "1:1"]
+        if delay_ms:
+            _call([*add, *place, "netem", "delay", f"{delay_ms}ms", "limit", _IN_FLIGHT])
 
     def remove(self) -> None:
         """End whatever still runs on the hosts, and remove all that `build` has made."""
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+            self._relay = None
         if self._guard is not None:
             _, complaint = self._guard.communicate()
             self._guard = None
@@ -338,19 +404,34 @@ def _check_rate(name: str, rate: str | None) -> str | None:
     raise ValueError(f'{name} is a number and a unit of bits a second, such as "100mbit" or "1gbit"; got {rate!r}.')
 
 
+def _check_rtt(name: str, milliseconds: float) -> float:
+    if 0 <= milliseconds < math.inf:
+        return milliseconds
+    raise ValueError(f"{name} is a number of milliseconds, 0 or more; got {milliseconds!r}.")
+
+
+def _knows_netem(namespace: str) -> bool:
+    """Tell whether the kernel has netem, by trying it on a namespace's loopback."""
+    try:
+        _call(["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
+    except CadenzaError:
+        return False
+    _call(["tc", "-n", namespace, "qdisc", "delete", "dev", "lo", "root"])
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command as one rank on every host of a new network, and print what rank 0 wrote."""
     parser = argparse.ArgumentParser(prog="python -m cadenza.emulation", description=main.__doc__)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="how many, for each site")
     parser.add_argument("--rate", help='what a link carries, such as "100mbit"')
     parser.add_argument("--between", help="what a link between sites carries")
+    parser.add_argument("--rtt-ms", type=float, default=0.0, help="the round trip between hosts, in milliseconds")
+    parser.add_argument("--between-rtt-ms", type=float, default=0.0, help="what is added to it between sites")
     parser.add_argument("command", nargs="+", help="after --, what to run")
     given = parser.parse_args(arguments)
-    with Network(given.hosts, rate=given.rate, between=given.between) as network:
+    links = {"rate": given.rate, "between": given.between}
+    with Network(given.hosts, **links, rtt_ms=given.rtt_ms, between_rtt_ms=given.between_rtt_ms) as network:
         sys.stdout.write(network.run(given.command)[0])
         for host in network.hosts:
             sys.stderr.write(f"{host.address} sent {host.bytes_sent() / 1e6:.1f} MB\n")
-
-
-if __name__ == "__main__":
-    main()
