@@ -36,7 +36,7 @@ class Entry:
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     bits: float = 32
-    periods: tuple[int, ...] = (16, 64)
+    periods: tuple[int, ...] = (4, 16, 64)
     outers: tuple[tuple[float, float], ...] = ()
     late: bool = False
     uneven: bool = False
@@ -57,6 +57,7 @@ class Entry:
 
 # The first is what short periods want (docs/convergence.md), the second what the paper and torchft recommend.
 OUTERS = ((1.0, 0.8), (0.7, 0.9))
+LATE = (8, 16, 64)  # a round must have landed before the next one starts
 ENTRIES = {
     entry.label: entry
     for entry in [
@@ -71,6 +72,7 @@ ENTRIES = {
             "torch HierarchicalModelAverager",
             "torch HierarchicalModelAverager",
             {"inner_period": 4},
+            periods=(16, 64),
             uneven=True,
         ),
         Entry("torch PostLocalSGDOptimizer", "torch PostLocalSGDOptimizer", {"gradient_steps": GRADIENT_STEPS}),
@@ -81,23 +83,25 @@ ENTRIES = {
             "torchft Streaming DiLoCo",
             "torchft Streaming DiLoCo",
             {"fragments": 2, "delay": 3, "alpha": 0.5},
+            periods=LATE,
             outers=OUTERS,
             late=True,
         ),
         Entry("fairscale SlowMo", "fairscale SlowMo", {"momentum": 0.2}),
         Entry("hivemind", "hivemind", periods=(16,), late=True),
         Entry("Cadenza local_sgd", "Cadenza local_sgd"),
-        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 4}, 8, late=True),
+        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 4}, 8, LATE, late=True),
         Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outers=OUTERS),
         Entry(
             "Cadenza streaming_diloco",
             "Cadenza streaming_diloco",
             {"codec": "e3m0", "delay": 3, "layers": 2, "alpha": 0.5},
             4,
+            periods=LATE,
             outers=OUTERS,
             late=True,
         ),
-        Entry("Cadenza hierarchical", "Cadenza hierarchical", {"inner_period": 4}, uneven=True),
+        Entry("Cadenza hierarchical", "Cadenza hierarchical", {"inner_period": 4}, periods=(16, 64), uneven=True),
     ]
 }
 # The same mean of the parameters after the same steps: the curves coincide, which one run of each at H = 16 shows.
@@ -107,10 +111,6 @@ SAME_CURVE = {
     "torchft LocalSGD": "Cadenza local_sgd",
     "torch HierarchicalModelAverager": "Cadenza hierarchical",
 }
-
-
-# What the inner learning rate is swept for.
-SWEPT = ("DDP", "Cadenza local_sgd", "torchft DiLoCo", "Cadenza diloco int8")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ FULL = Scale(
     timed=20,
     links=("1gbit", "100mbit", "20mbit"),
     curve_links=("300mbit", "50mbit"),
-    lrs=(1e-3, 5e-4, 3e-3),
+    lrs=(1e-3, 5e-4),
     millions=(1, 10, 100),
     workers=(2, 4, 8),
     seeded=MIDDLE,
@@ -195,17 +195,14 @@ def entries(labels: Iterable[str] | None = None) -> list[Entry]:
 
 
 def training(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
-    """Yield what trains: every entry at every period; outer learning rates are swept at the first one.
-
-    The inner one is swept for some of every kind. All came out best at the first of the scale's, which the others use.
-    """
+    """Yield what trains: every entry at every period; inner and outer learning rates are swept at one of them."""
     for entry in entries(labels):
         for job in entry.jobs():
             at_first = job.period == entry.timed_period
             usual = entry.outer_settings()[0].items() <= job.settings.items()
-            swept = at_first and usual and entry.label in SWEPT
-            if (at_first and usual) or (entry.label not in SAME_CURVE and (at_first or usual)):
-                for lr in scale.lrs if swept else scale.lrs[:1]:
+            alone = entry.label not in SAME_CURVE
+            if (at_first and usual) or (alone and (at_first or usual)):
+                for lr in scale.lrs if at_first and usual and alone else scale.lrs[:1]:
                     yield trained(job, scale).but(lr=lr), "unlimited"
 
 
@@ -214,8 +211,9 @@ def timing(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[
     for link in scale.links:
         for entry in entries(labels):
             yield timed(entry, scale), link
-            for period in entry.periods[1:] if entry.late or entry.uneven else ():
-                yield timed(entry, scale, period), link
+            for period in entry.periods if entry.late or entry.uneven else ():
+                if period != entry.timed_period:
+                    yield timed(entry, scale, period), link
 
 
 UTILISATION = (

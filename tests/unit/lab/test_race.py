@@ -80,9 +80,9 @@ class TestFigures:
         assert known.step("Cadenza streaming_diloco", "100mbit", 64) is None
 
     def test_steps_with_gradients_take_what_ddp_takes(self):
-        known = times(**{"compute alone": 0.2, "DDP": 2.2, "Cadenza diloco int8, gradients first": 0.25})
+        known = times(**{"compute alone": 0.2, "DDP": 2.2, "torch PostLocalSGDOptimizer": 0.25})
         job = Job("Cadenza diloco", 16, {"gradient_steps": 10})
-        way = figures.finish("Cadenza diloco int8, gradients first", "100mbit", job, 110, known)
+        way = figures.finish("torch PostLocalSGDOptimizer", "100mbit", job, 110, known)
         assert way.seconds == pytest.approx(10 * 2.2 + 100 * 0.25)
         assert way.overhead_s == pytest.approx(way.seconds - 110 * 0.2)
 
