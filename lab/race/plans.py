@@ -90,6 +90,7 @@ ENTRIES = {
         Entry("fairscale SlowMo", "fairscale SlowMo", {"momentum": 0.2}),
         Entry("hivemind", "hivemind", periods=(16,), late=True),
         Entry("Cadenza local_sgd", "Cadenza local_sgd"),
+        Entry("Cadenza local_sgd int8", "Cadenza local_sgd", {"codec": "int8"}, 8),
         Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 4}, 8, LATE, late=True),
         Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outers=OUTERS),
         Entry(
