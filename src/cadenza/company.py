@@ -94,6 +94,11 @@ class Company:
     def worker(self) -> int:
         return self.membership.worker
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The members of the last meeting."""
+        return self._last
+
     # ---- coming together -------------------------------------------------------------------------------------------
 
     def start(self, sync: Held) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cadenza.cli.leash import follow_parent
-from cadenza.errors import CadenzaError, CheckpointError, TopologyError, UsageError
+from cadenza.errors import CadenzaError, CheckpointError, TopologyError, TurnedAwayError, UsageError
 from cadenza.process_groups import resolve, store_of
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import process_group, run_worker
@@ -28,6 +29,7 @@ from cadenza.training.runs import create, open_run
 __all__ = ["main"]
 
 FAILED, BAD_INPUT = 1, 2
+_OTHERS_S = 10.0  # for another worker to finish making the folder that all share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_worker(given.folder)
         else:
             _train_by(read_config(given.config), given.folder)
-    except (UsageError, TopologyError, CheckpointError) as error:  # what was asked for cannot be
+    except (UsageError, TopologyError, CheckpointError, TurnedAwayError) as error:  # what was asked for cannot be
         print(f"cadenza: {error}", file=sys.stderr)
         return BAD_INPUT
     except CadenzaError as error:
@@ -55,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train_by(config: Config, folder: Path) -> None:
     """Train in a folder that one worker makes for all, unless it is there, as when a launcher starts workers anew."""
+    if config.faults.tolerant:
+        if problem := _make_alone(config, folder):
+            raise UsageError(problem)
+        run_worker(folder)
+        return
     with process_group(config):
         store = dist.PrefixStore("cadenza/worker", store_of(resolve(None)))
         if dist.get_rank() == 0:
@@ -62,6 +69,15 @@ def _train_by(config: Config, folder: Path) -> None:
         if problem := store.get("problem").decode():
             raise UsageError(problem)
         run_worker(folder)
+
+
+def _make_alone(config: Config, folder: Path) -> str:
+    """Make a run's folder, or find one that another worker is making; return what is wrong, if something is."""
+    problem = _make(config, folder)
+    deadline = time.monotonic() + _OTHERS_S
+    while problem and time.monotonic() < deadline and not (folder / "config.toml").exists():
+        time.sleep(0.1)
+    return _make(config, folder) if problem else ""
 
 
 def _make(config: Config, folder: Path) -> str:
