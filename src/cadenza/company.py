@@ -212,7 +212,7 @@ class Company:
             self._chain,
             terms,
             last=self._last,
-            late_s=self._late_s,
+            late_s=0.0 if self.new else self._late_s,
             generation=self._place if usable else "",
             level=level,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +25,13 @@ QUICK = ["--period", PERIOD, "--no-report", *QUIET, "--set", "faults.lease_s=0.6
 
 def slow_until(file: Path) -> list[str]:
     """Let a run take its time until a file is there."""
-    return ["--set", "options.slow=0", "--set", f"options.slow_until='{file}'"]
+    return ["--set", "options.slow=-2", "--set", f"options.slow_until='{file}'"]
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def last_step(run: Path) -> int:
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run in which a worker was killed, came back, and was killed once too often, and the store was killed as well."""
+    """A run in which a worker was killed, came back, and was killed once too often; the store was killed, too."""
     folder = tmp_path_factory.mktemp("survived")
     run, go = folder / "run", folder / "go"
     flags = ["--workers", 3, "--steps", 1500, "--faults", "shrink", "--set", "faults.restarts=1", *slow_until(go)]
@@ -109,8 +115,9 @@ def test_a_killed_worker_is_started_again_alone_and_joins_the_others(survived: t
     first, again = lines(run, 1, "start")
     assert first["step"] == 0 < again["step"]
     assert [len(lines(run, worker, "start")) for worker in (0, 2)] == [1, 1]
-    steps = [line["step"] for line in lines(run, 0, "step")]
-    assert steps == list(range(1, 1501))  # the others lost none
+    without_store = next(line["step"] for line in lines(run, 0, "event") if "cannot be reached" in line["text"])
+    steps = [line["step"] for line in lines(run, 0, "step") if line["step"] < without_store]
+    assert steps == list(range(1, without_store))  # the others lost none
 
 
 def test_after_the_last_restart_the_others_go_on_without_it(survived: tuple[Path, str]) -> None:
@@ -135,3 +142,68 @@ def test_what_happened_is_told(survived: tuple[Path, str]) -> None:
     shown = (run.parent / page).read_text()
     assert "started again, for the 1st time of 1" in shown
     assert "the store" in shown
+
+
+def test_after_a_kill_of_everything_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
+    # Worker 0, which leads, dies four times while it saves, each time before another file gets its name.
+    run, go = tmp_path / "run", tmp_path / "go"
+    flags = ["--workers", 2, "--steps", 4000, "--faults", "shrink", "--set", "checkpoint.every=15", *slow_until(go)]
+    dying = ["--set", "options.die_saving=0", "--set", "faults.restarts=4"]
+    with started("train", TASK, "--run", run, *flags, *dying, *QUICK, folder=tmp_path) as front:
+        wait_until(lambda: has_begun(run, 2)() and len(lines(run, 0, "start")) == 5)
+        wait_until(lambda: len(lines(run, 0, "checkpoint")) >= 2)
+        doomed = [psutil.Process(front.pid), *psutil.Process(front.pid).children(recursive=True)]
+        for process in doomed:
+            process.kill()
+        psutil.wait_procs(doomed)
+    saved = lines(run, 0, "checkpoint")
+    go.touch()
+    cadenza("train", "--resume", run, "--steps", saved[-1]["step"] + 40, folder=tmp_path)
+    for worker in range(2):
+        start = lines(run, worker, "start")[-1]
+        assert start["step"] in [line["step"] for line in saved[-2:]]  # the last one may not be whole on both
+        assert read_metrics(run).status(worker) == "finished"
+    assert processes_of(run) == []
+
+
+def test_ctrl_c_saves_at_one_step_and_resume_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--workers", 2, "--steps", 100_000, "--faults", "skip_round", *slow_until(tmp_path / "go")]
+    with started("train", TASK, "--run", run, *flags, *QUICK, folder=tmp_path) as front:
+        wait_until(has_begun(run, 2, PERIOD + 3))
+        front.send_signal(signal.SIGINT)
+        printed = outcome(front, 130)
+    ends = [lines(run, worker, "end")[-1] for worker in range(2)]
+    assert {end["status"] for end in ends} == {"interrupted"}
+    step = ends[0]["step"]
+    assert f"Interrupted after step {step}, and saved." in printed
+    assert ends[1]["step"] == step
+    cadenza("train", "--resume", run, "--steps", step + 20, folder=tmp_path)
+    for worker in range(2):
+        assert [line["step"] for line in read_metrics(run).of("step", worker)] == list(range(1, step + 21))
+
+
+def test_a_task_that_is_wrong_is_refused_once_and_nobody_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def build(config):\n    'Forget to return the task.'\n")
+    flags = ["--workers", 2, "--faults", "shrink"]
+    printed = cadenza("train", "wrong:build", *flags, "--run", "run", folder=tmp_path, code=2)
+    assert "Error: wrong:build must return a cadenza.training.Task; it returned None" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_that_is_told_to_end_leaves_and_the_others_finish(tmp_path: Path) -> None:
+    run, go = tmp_path / "run", tmp_path / "go"
+    endpoint = f"127.0.0.1:{free_port()}"
+    flags = ["--nnodes", 2, "--rdzv-endpoint", endpoint, "--workers", 1, "--steps", 1000, "--faults", "shrink"]
+    flags += ["--run", run, *slow_until(go), *QUICK]
+    with (
+        started("train", TASK, "--node-rank", 0, *flags, folder=tmp_path) as first,
+        started("train", TASK, "--node-rank", 1, *flags, folder=tmp_path) as second,
+    ):
+        wait_until(has_begun(run, 2, PERIOD + 3))
+        second.send_signal(signal.SIGTERM)
+        assert "have left; others go on." in outcome(second, 143)
+        wait_until(meets(run, [0], after=last_step(run)))
+        go.touch()
+        outcome(first)
+    assert [read_metrics(run).status(worker) for worker in range(2)] == ["finished", "left"]

@@ -31,7 +31,7 @@ class Options(Settings):
     event: str = ""
     signal: int = int(signal.SIGTERM)
     zero_is_asked_at: int = 0  # the step at which worker 0 gets a signal, whatever happens to others
-    slow: int = -1  # a worker that sleeps in every step
+    slow: int = -1  # a worker that sleeps in every step; -2: all of them
     slow_s: float = 0.05
     slow_until: str = ""  # a file: as soon as it is there, no worker is slow any more
     die_saving: int = -1  # a worker that is killed while it saves, one write further on each time it is started
@@ -87,7 +87,7 @@ class Loss:
     def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
         self.steps += 1
         worker = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
-        if worker == self.options.slow and not os.path.exists(self.options.slow_until):
+        if self.options.slow in (worker, -2) and not os.path.exists(self.options.slow_until):
             time.sleep(self.options.slow_s)
         if worker == 0 and self.steps == self.options.zero_is_asked_at:
             os.kill(os.getpid(), signal.SIGTERM)

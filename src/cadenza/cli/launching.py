@@ -61,6 +61,9 @@ class Workers(Protocol):
     def processes(self) -> list[psutil.Process]:
         """Return the processes of those that run."""
 
+    def ask(self, process: psutil.Process, number: int) -> None:
+        """Ask one of them to stop, as a signal has asked the front."""
+
     def kill(self) -> None:
         """End them at once."""
 
@@ -180,6 +183,9 @@ class ElasticWorkers:
         except psutil.NoSuchProcess:
             return []
 
+    def ask(self, process: psutil.Process, number: int) -> None:
+        process.terminate()
+
     def kill(self) -> None:
         doomed = self.processes()
         self._agent.kill()
@@ -234,6 +240,9 @@ class LinkedWorkers:
     def processes(self) -> list[psutil.Process]:
         running = [worker.pid for worker in self._workers if worker.poll() is None]
         return [psutil.Process(pid) for pid in running]
+
+    def ask(self, process: psutil.Process, number: int) -> None:
+        process.terminate()
 
     def kill(self) -> None:
         for worker in self._workers:

@@ -52,6 +52,7 @@ class SupervisedWorkers:
         self.leads = place.leads
         self.crashes: list[Crash] = []
         self.problem = ""
+        self._several = config.launch.nnodes != "1"
         self._running: dict[int, int] = {}  # process by worker
         logs.parent.mkdir(parents=True, exist_ok=True)
         with (logs.parent / f"supervisor-{socket.gethostname()}-{os.getpid()}.log").open("a") as log:
@@ -82,6 +83,10 @@ class SupervisedWorkers:
             if psutil.pid_exists(pid):
                 found.append(psutil.Process(pid))
         return found
+
+    def ask(self, process: psutil.Process, number: int) -> None:
+        """Ask a worker to stop: of several nodes, one that is told to end leaves, and Ctrl-C stops all of them."""
+        process.send_signal(signal.SIGINT if self._several and number == signal.SIGINT else signal.SIGTERM)
 
     def kill(self) -> None:
         doomed = self._supervisor_children()

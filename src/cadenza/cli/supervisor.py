@@ -33,6 +33,7 @@ _POLL_S = 0.1
 _SAVING_S = 600  # for workers that save after the front was killed; then they are killed too
 _BAD_INPUT = 2  # the exit code of a worker that would fail in the same way again
 _STORE_PAUSE_S = 0.5
+_ASKED = (signal.SIGTERM, signal.SIGINT)  # a worker that had only just begun was asked to end
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Supervisor:
         self._failures[worker] = code
         how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         again = self._attempts[worker] < self._plan.restarts
-        if code == _BAD_INPUT or self._stopping_since is not None or self._finished or -code == signal.SIGTERM:
+        if code == _BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
             again, why = False, "it is not started again"
         elif again:
             why = f"it is started again, for the {_ordinal(self._attempts[worker] + 1)} time of {self._plan.restarts}"

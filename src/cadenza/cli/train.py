@@ -276,7 +276,8 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
     try:
         leads = carry_out(run, config, console, plain=plain, network=network)
     except InterruptedRunError as interruption:
-        console.print(f"{_saved(run, interruption.saved)}", soft_wrap=True)
+        told = _left(run) if interruption.left else _saved(run, interruption.saved)
+        console.print(told, soft_wrap=True)
         raise typer.Exit(128 + interruption.number) from None
     except TrainingFailedError as error:
         if _last_saved(run) is None:
@@ -308,6 +309,10 @@ def _saved(run: Run, saved: bool) -> str:
     return f"The workers were ended before they could save; the last checkpoint is of step {step}. {_resume(run)}"
 
 
+def _left(run: Run) -> str:
+    return f"The workers of this node have left; others go on. Come back with:  {_command(run)}"
+
+
 def _last_saved(run: Run) -> int | None:
     found = [int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("step-*")]
     return max(found, default=None)
@@ -315,4 +320,8 @@ def _last_saved(run: Run) -> int | None:
 
 def _resume(run: Run) -> str:
     where = "" if run.config().launch.nnodes == "1" else ", on all nodes,"
-    return f"Go on{where} with:  cadenza train --resume {shlex.quote(str(run.folder))}"
+    return f"Go on{where} with:  {_command(run)}"
+
+
+def _command(run: Run) -> str:
+    return f"cadenza train --resume {shlex.quote(str(run.folder))}"

@@ -34,9 +34,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class InterruptedRunError(CadenzaError):
     """The run was stopped by a signal, here or on another node."""
 
-    def __init__(self, number: int, *, saved: bool) -> None:
+    def __init__(self, number: int, *, saved: bool, left: bool = False) -> None:
         super().__init__("The run was interrupted.")
-        self.number, self.saved = number, saved
+        self.number, self.saved, self.left = number, saved, left
 
 
 class _Signals:
@@ -113,7 +113,7 @@ class _Stop:
             if process.pid not in self._asked:
                 self._asked.add(process.pid)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.terminate()
+                    self._workers.ask(process, received[0])
         if not self._asked:  # they wait for other nodes
             self._killed = True
             self._workers.kill()
@@ -141,7 +141,7 @@ def _conclude(well: bool, workers: Workers, progress: Progress, received: list[i
         return
     if "interrupted" in ended or received:
         number = received[0] if received else signal.SIGINT
-        raise InterruptedRunError(number, saved="interrupted" in ended)
+        raise InterruptedRunError(number, saved="interrupted" in ended, left="left" in ended)
     if not well:
         _fail(workers, progress, logs)
 

@@ -101,7 +101,8 @@ class _TolerantLoop:
             self._restore()
         self.saved_at = self.recorder.last_step = self.sync.clock
         with self.stopper.watching():
-            self.recorder.start_counting()
+            if not joined:
+                self.recorder.start_counting()
             write_start(self.job, self.recorder, resumed=self.sync.clock > 0 and not joined)
             if joined:
                 text = f"Worker {self.job.worker} joined, with the others' state of step {self.sync.clock}."
