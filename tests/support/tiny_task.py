@@ -34,7 +34,7 @@ class Options(Settings):
     slow: int = -1  # a worker that sleeps in every step; -2: all of them
     slow_s: float = 0.05
     slow_until: str = ""  # a file: as soon as it is there, no worker is slow any more
-    die_saving: int = -1  # a worker that is killed while it saves, one write further on each time it is started
+    die_saving: int = -1  # a worker that is killed while it saves, at another write the second time
 
 
 def build(config: Config) -> Task:
@@ -63,14 +63,14 @@ def build(config: Config) -> Task:
 
 
 def die_saving(worker: int) -> None:
-    """Let this worker die before the n-th file of its checkpoints gets its name, if this is its n-th process."""
+    """Let this worker die before its part, and then before what all share, is finished by its manifest."""
     attempt, replace, calls = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.replace, 0
 
     def replace_or_die(source: Any, target: Any) -> None:
         nonlocal calls
         if "checkpoints" in str(target) and int(os.environ["RANK"]) == worker:
             calls += 1
-            if calls == attempt + 1 and attempt < 4:  # a part and its manifest, what is shared and its manifest
+            if calls == 2 * (attempt + 1) and attempt < 2:
                 os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 

@@ -45,7 +45,7 @@ class SupervisedWorkers:
             job=os.environ.get("CADENZA_JOB") or config.launch.rdzv_id or folder.resolve().name,
             host=place.host,
             port=place.port,
-            store=_store_command(network) if place.serves else [],
+            store=[sys.executable, "-m", "cadenza.cli.store"] if place.serves else [],
             restarts=config.faults.restarts,
             eager=config.faults.policy == "shrink",
         )
@@ -55,15 +55,19 @@ class SupervisedWorkers:
         self._several = config.launch.nnodes != "1"
         self._running: dict[int, int] = {}  # process by worker
         logs.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "cadenza.cli.supervisor", plan.to_json()]
+        environment = worker_environment(config.launch)
         with (logs.parent / f"supervisor-{socket.gethostname()}-{os.getpid()}.log").open("a") as log:
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-m", "cadenza.cli.supervisor", plan.to_json()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **worker_environment(config.launch)},
-                start_new_session=True,  # Ctrl-C reaches the front alone
-            )
+            options: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": log,
+                "start_new_session": True,  # Ctrl-C reaches the front alone
+            }
+            if network is None:
+                self._supervisor = subprocess.Popen(command, env={**os.environ, **environment}, **options)
+            else:  # on the host of the store, which it has to reach
+                self._supervisor = network.start(0, command, env=environment, **options)
         self._told = Told(self._supervisor)
 
     def poll(self) -> bool | None:
@@ -125,8 +129,3 @@ def _posts(folder: Path, config: Config, place: Place, network: Network | None) 
         env["GLOO_SOCKET_IFNAME"] = place.interface
     first = launch.node_rank * launch.workers
     return [Post(first + local, command, {**env, "LOCAL_RANK": str(local)}) for local in range(launch.workers)]
-
-
-def _store_command(network: Network | None) -> list[str]:
-    command = [sys.executable, "-m", "cadenza.cli.store"]
-    return command if network is None else network.hosts[0].command(command)

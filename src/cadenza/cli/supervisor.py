@@ -8,9 +8,11 @@ own that is started again on its port if it ends; the workers find it again and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 
 from cadenza.cli.agent import WorkerLogs, tell
@@ -25,14 +28,17 @@ from cadenza.cli.leash import PARENT, follow_parent
 from cadenza.errors import StoreLostError
 from cadenza.membership.store import Line
 from cadenza.training.metrics import metrics_file
-from cadenza.training.obituaries import write_end, write_event
+from cadenza.training.obituaries import last_words, write_end, write_event
 
 __all__ = ["Plan", "Post"]
 
 _POLL_S = 0.1
 _SAVING_S = 600  # for workers that save after the front was killed; then they are killed too
 _BAD_INPUT = 2  # the exit code of a worker that would fail in the same way again
+_NOBODY_LEFT = 3  # of workers of which none has trained yet, where all others are gone
+_STORE_S = 60.0  # for another node to start the store
 _STORE_PAUSE_S = 0.5
+_MOST_BEGINNINGS = 10
 _ASKED = (signal.SIGTERM, signal.SIGINT)  # a worker that had only just begun was asked to end
 
 
@@ -92,14 +98,23 @@ class StoreKeeper:
     def address(self) -> str:
         return f"{self._host}:{self._port}"
 
-    def mind(self) -> None:
-        """Start it again if it has ended."""
+    def mind(self) -> bool:
+        """Start it again if it has ended; return whether it had."""
         code = self._process.poll()
         if code is None or time.monotonic() - self._started < _STORE_PAUSE_S:
-            return
+            return False
         tell(event="store", exitcode=code)
         self._started = time.monotonic()
         self._process = self._start()
+        return True
+
+    def serves(self) -> bool:
+        """Say whether it has begun to, without waiting."""
+        try:
+            socket.create_connection((self._host, self._port), 0.1).close()
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         self._process.kill()
@@ -118,17 +133,76 @@ class StoreKeeper:
         return int(told)
 
 
+class Beginnings:
+    """The names of a job in the store: a new one whenever all workers begin together, from nothing or a checkpoint.
+
+    So those who begin find nothing of what came before, also in a store that outlives many launches.
+    """
+
+    def __init__(self, address: str, job: str) -> None:
+        self._job = job
+        self._line = Line(address, prefix=f"cadenza/{job}")
+
+    def current(self) -> str:
+        """Return the name under which workers train now, or will; waits for the store.
+
+        Raises:
+            StoreLostError: It cannot be reached.
+        """
+        deadline = time.monotonic() + _STORE_S
+        while True:
+            try:
+                return self._line.call(self._unfinished)
+            except StoreLostError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_STORE_PAUSE_S)
+
+    def next(self, name: str) -> str:
+        """Return the name after one that nobody has a future under; the same on all nodes."""
+        number = self._number(name)
+        try:
+            told = self._line.call(lambda store: store.compare_set("beginning", str(number), str(number + 1)))
+        except StoreLostError:
+            return self._name(number + 1)
+        return self._name(max(int(told), number + 1))
+
+    def remember(self, name: str) -> None:
+        """Tell a store that has lost everything."""
+        with contextlib.suppress(StoreLostError):
+            self._line.call(lambda store: store.compare_set("beginning", "", str(self._number(name))))
+
+    def _unfinished(self, store: dist.Store) -> str:
+        number = int(store.compare_set("beginning", "", "1"))
+        past = dist.PrefixStore(str(number), store)
+        if past.check(["finished"]):
+            number = int(store.compare_set("beginning", str(number), str(number + 1)))
+        return self._name(number)
+
+    def _name(self, number: int) -> str:
+        return f"{self._job}/{number}"
+
+    def _number(self, name: str) -> int:
+        return int(name.rpartition("/")[2])
+
+
 class Supervisor:
     """Starts workers, and starts them again."""
 
     def __init__(self, plan: Plan, address: str) -> None:
         self._plan = plan
         self._posts = {post.worker: post for post in plan.posts}
-        self._line = Line(address, prefix=f"cadenza/{plan.job}")
         self._address = address
+        self._beginnings = Beginnings(address, plan.job)
+        self._job = self._beginnings.current()
+        self._line = Line(address, prefix=f"cadenza/{self._job}")
         self._running: dict[int, PContext] = {}
-        self._attempts = dict.fromkeys(self._posts, 0)
+        self._starts = dict.fromkeys(self._posts, 0)
+        self._restarts = dict.fromkeys(self._posts, 0)
         self._finished: set[int] = set()
+        self._lost: set[int] = set()
+        self._anew = 0
+        self._forgotten = False
         self._failures: dict[int, int] = {}
         self._stopping_since: float | None = None
 
@@ -137,10 +211,11 @@ class Supervisor:
         for worker in self._posts:
             self._start(worker)
         while self._running:
-            if keeper is not None:
-                keeper.mind()
+            if keeper is not None and keeper.mind():
+                self._forgotten = True
+            self._remind_the_store(keeper)
             for worker, context in list(self._running.items()):
-                result = context.wait(0)
+                result = context.wait(0) if self._running.get(worker) is context else None
                 if result is not None:
                     del self._running[worker]
                     self._take_leave(worker, result.failures[0].exitcode if result.is_failed() else 0)
@@ -155,16 +230,18 @@ class Supervisor:
         self._stopping_since = self._stopping_since or time.monotonic()
         for context in self._running.values():
             for pid in context.pids().values():
-                os.kill(pid, number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _start(self, worker: int) -> None:
-        post, attempt = self._posts[worker], self._attempts[worker]
+        post, attempt = self._posts[worker], self._starts[worker]
+        self._starts[worker] += 1
         env = {
             **post.env,
             PARENT: str(os.getpid()),
             "RANK": str(worker),
             "CADENZA_STORE": self._address,
-            "CADENZA_JOB": self._plan.job,
+            "CADENZA_JOB": self._job,
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
         logs = WorkerLogs(Path(self._plan.logs))
@@ -178,24 +255,52 @@ class Supervisor:
         if code == 0:
             self._finished.add(worker)
             return
+        if code == _NOBODY_LEFT and self._begin_anew():
+            return
         self._failures[worker] = code
-        how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        again = self._attempts[worker] < self._plan.restarts
-        if code == _BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
-            again, why = False, "it is not started again"
-        elif again:
-            why = f"it is started again, for the {_ordinal(self._attempts[worker] + 1)} time of {self._plan.restarts}"
-        else:
-            why = f"it had been started again {self._plan.restarts} times, and the others go on without it"
         metrics = Path(self._plan.metrics) / metrics_file(worker)
-        write_event(metrics, f"Worker {worker} {how}; {why}.")
+        error = last_words(metrics).error
+        how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        again, why = self._prospect(worker, code)
+        write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error and code > 0 else ""))
         if not again:
-            write_end(metrics, "lost", f"It {how}.")
+            self._lost.add(worker)
+            write_end(metrics, "lost", error if error and code > 0 else f"It {how}.")
         if self._plan.eager or not again:
             self._tell_the_others(worker)
         if again:
-            self._attempts[worker] += 1
+            self._restarts[worker] += 1
             self._start(worker)
+
+    def _begin_anew(self) -> bool:
+        """Start all workers together, from their last checkpoint, in a place of the store that has no history."""
+        if self._stopping_since is not None or self._anew >= _MOST_BEGINNINGS:
+            return False
+        self._anew += 1
+        self._job = self._beginnings.next(self._job)
+        self._line = Line(self._address, prefix=f"cadenza/{self._job}")
+        for context in self._running.values():
+            context.close(signal.SIGKILL)
+        self._running.clear()
+        tell(event="anew", job=self._job)
+        for worker in sorted(self._posts.keys() - self._lost - self._finished):
+            self._start(worker)
+        return True
+
+    def _prospect(self, worker: int, code: int) -> tuple[bool, str]:
+        """Say whether a worker is started again, and why, or why not."""
+        attempt, most = self._restarts[worker] + 1, self._plan.restarts
+        if code == _BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
+            return False, "it is not started again"
+        if attempt > most:
+            return False, f"it had been started again {_times(most)}, and the others go on without it"
+        return True, f"it is started again, for the {_ordinal(attempt)} time of {most}"
+
+    def _remind_the_store(self, keeper: StoreKeeper | None) -> None:
+        """Tell a store that was started again, once it serves, under which name the job goes on."""
+        if self._forgotten and keeper is not None and keeper.serves():
+            self._forgotten = False
+            self._beginnings.remember(self._job)
 
     def _tell_the_others(self, worker: int) -> None:
         """Say in the store that a worker is gone, so that nobody waits for its heart-beat."""
@@ -209,6 +314,15 @@ class Supervisor:
         if self._stopping_since is not None and time.monotonic() - self._stopping_since > _SAVING_S:
             for context in self._running.values():
                 context.close(signal.SIGKILL)
+
+
+def _times(count: int) -> str:
+    """Return how often something happened.
+
+    >>> _times(1), _times(3)
+    ('once', '3 times')
+    """
+    return "once" if count == 1 else f"{count} times"
 
 
 def _ordinal(number: int) -> str:
@@ -239,7 +353,11 @@ def main() -> int:
             return 1
         address = keeper.address
     try:
-        supervisor = Supervisor(plan, address)
+        try:
+            supervisor = Supervisor(plan, address)
+        except StoreLostError as error:
+            tell(event="apart", error=str(error))
+            return 1
         if told:
             return 128 + told[0]
         signal.signal(signal.SIGTERM, supervisor.stop)

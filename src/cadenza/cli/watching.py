@@ -152,7 +152,7 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
     if first is None:
         raise TrainingFailedError(workers.problem or f"The workers could not be started; see {logs.parent}.")
     told = progress.workers[first.worker].error if first.worker in progress.workers else None
-    log = logs / f"worker-{first.worker:05d}.err"
+    log = _last_log(logs, first.worker)
     if first.exitcode == _BAD_INPUT:
         raise UsageError(told or _without_prefix(last_lines(log, 1)))
     if first.exitcode < 0:
@@ -162,6 +162,12 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
     tail = last_lines(log)
     shown = f"\n\nThe end of {log}:\n{tail}" if tail and _is_traceback(tail) else f" Its log is {log}."
     raise TrainingFailedError(f"Worker {first.worker} failed: {told or 'it said nothing.'}{shown}")
+
+
+def _last_log(logs: Path, worker: int) -> Path:
+    """Return where a worker complained, the last time that it was started."""
+    found = sorted(logs.glob(f"worker-{worker:05d}*.err"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else logs / f"worker-{worker:05d}.err"
 
 
 def _first(crashes: list[Crash], progress: Progress) -> Crash | None:

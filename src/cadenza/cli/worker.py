@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 -m cadenza.cli.worker runs/mine --config mine.toml
 
 The first goes on with a run whose folder is there; the second makes the folder if it is not. It ends with 0 when the
-run has finished or was interrupted, with 2 after bad input, with 1 after any other error.
+run has finished or was interrupted, with 2 after bad input, with 3 if all workers that are there are new and must
+begin together, with 1 after any other error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cadenza.cli.leash import follow_parent
-from cadenza.errors import CadenzaError, CheckpointError, TopologyError, TurnedAwayError, UsageError
+from cadenza.errors import (
+    CadenzaError,
+    CheckpointError,
+    NobodyLeftError,
+    TopologyError,
+    TurnedAwayError,
+    UsageError,
+)
 from cadenza.process_groups import resolve, store_of
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import process_group, run_worker
@@ -28,7 +36,7 @@ from cadenza.training.runs import create, open_run
 
 __all__ = ["main"]
 
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, NOBODY_LEFT = 1, 2, 3
 _OTHERS_S = 10.0  # for another worker to finish making the folder that all share
 
 
@@ -46,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, TopologyError, CheckpointError, TurnedAwayError) as error:  # what was asked for cannot be
         print(f"cadenza: {error}", file=sys.stderr)
         return BAD_INPUT
+    except NobodyLeftError as error:
+        print(f"cadenza: {error}", file=sys.stderr)
+        return NOBODY_LEFT
     except CadenzaError as error:
         print(f"cadenza: {error}", file=sys.stderr)
         return FAILED

@@ -34,21 +34,26 @@ class LastWords:
         step: The last step it wrote of.
         elapsed: The seconds of training until now: time goes on while a worker is dead.
         counts: The figures of its last step; empty if it took none.
+        error: What it said went wrong, if it came to that.
     """
 
     step: int
     elapsed: float
     counts: dict[str, Any]
+    error: str = ""
 
 
 def last_words(path: Path) -> LastWords:
     """Return what the end of a worker's file tells."""
     last: dict[str, Any] | None = None
+    error = ""
     for line in _backwards(path):
+        if last is None or (line["kind"] == "end" and last["kind"] == "event"):
+            error = line.get("error") or ""
         last = last or line
         if line["kind"] == "step":
-            return LastWords(line["step"], _elapsed(last), line)
-    return LastWords(last["step"] if last else 0, _elapsed(last) if last else 0.0, {})
+            return LastWords(line["step"], _elapsed(last), line, error)
+    return LastWords(last["step"] if last else 0, _elapsed(last) if last else 0.0, {}, error)
 
 
 def write_event(path: Path, text: str, *, level: str = "warning") -> None:
