@@ -35,7 +35,7 @@ class Worker:
             self.model,
             self.optimizer,
             cadenza.diloco(period=2, faults=cadenza.shrink(quorum=0.0, first_s=0.3, grace_s=0.3)),
-            membership=cadenza.join(f"127.0.0.1:{port}", worker=worker, workers=1, lease_s=0.3, job=f"job {worker}"),
+            membership=cadenza.join(f"127.0.0.1:{port}", worker=worker, workers=worker + 1, lease_s=0.3),
         )
 
     def train(self, steps: int) -> None:
@@ -104,11 +104,12 @@ def test_whenever_a_worker_dies_while_it_saves_the_earlier_checkpoint_is_there(w
                 pass
             else:
                 break
-        with pytest.raises(CheckpointError):
-            find(folder, 0)
+        if made.count("replace") < 4 or made[-1] == "replace":  # later, all files have their names
+            with pytest.raises(CheckpointError):
+                find(folder, 0)
         call += 1
     assert made.count("replace") == 4  # a part and its manifest, what is shared and its manifest
-    assert len(made) == call >= 16
+    assert len(made) == call == 16
     assert worker.load(tmp_path / "step-3") == {"place": 3}
     assert worker.sync.clock == 3
     assert all(torch.equal(a, b) for a, b in zip(worker.values(), then, strict=True))
