@@ -119,6 +119,8 @@ def title_of(run: Run, config: Config, network: Network | None = None) -> str:
     parts = [" ".join(["cadenza train", strategy.name, strategy.codec]).strip()]
     nodes = "" if launch.nnodes == "1" else f" on each of {launch.nnodes} nodes"
     parts.append(f"{launch.workers} workers{nodes}")
+    if config.faults.tolerant:
+        parts.append(config.faults.policy)
     if network is not None:
         parts.append(f"{network.rate} links")
     return " · ".join([*parts, str(run.folder)])

@@ -6,6 +6,7 @@ meet: on one node, on the first of several, or on the first host of an emulated 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -84,7 +85,7 @@ class SupervisedWorkers:
     def processes(self) -> list[psutil.Process]:
         found = []
         for pid in self._running.values():
-            if psutil.pid_exists(pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(pid))
         return found
 
@@ -96,7 +97,7 @@ class SupervisedWorkers:
         doomed = self._supervisor_children()
         self._supervisor.kill()
         for process in doomed:
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(doomed, timeout=10)
         self._supervisor.wait()

@@ -40,7 +40,7 @@ class Job:
             self.worker, self.workers = dist.get_rank(), dist.get_world_size()
             uses_cuda = "nccl" in dist.get_backend_config()
         else:
-            self.worker, self.workers = membership.worker, membership.workers
+            self.worker, self.workers = membership.worker, _most_workers(config, membership)
             uses_cuda = config.launch.backend != "gloo" and torch.cuda.is_available()
         self.device = _device(uses_cuda)
         self.task = self._build_task()
@@ -125,6 +125,12 @@ class Job:
     def _refuse_what_cannot_be_saved(self) -> None:
         """Raise now what would otherwise be raised at the first checkpoint."""
         collect_loop("worker/0", self.model, self.task.optimizers, self.place())
+
+
+def _most_workers(config: Config, membership: Membership) -> int:
+    """Return among how many workers the data is shared out: also those that may come later have shares of their own."""
+    nodes = int(config.launch.nnodes.rpartition(":")[2])
+    return max(membership.workers, membership.worker + 1, nodes * config.launch.workers)
 
 
 def _device(uses_cuda: bool) -> torch.device:

@@ -146,6 +146,7 @@ class Recorder:
             "bytes_sent": self.bytes_sent,
             "stall_s": self.stall_s,
             "rounds": self.rounds,
+            "failed_rounds": self.failed_rounds,
             "held_out": self.held_out,
             "losses": torch.tensor(list(self.losses), dtype=torch.float64),
             "marks": dict(self._marks),
@@ -157,6 +158,7 @@ class Recorder:
         self.start_counting()
         self.samples, self.bytes_sent, self.stall_s = state["samples"], state["bytes_sent"], state["stall_s"]
         self.rounds, self.held_out = state["rounds"], state["held_out"]
+        self.failed_rounds = state.get("failed_rounds", 0)
         self.losses.extend(state["losses"].tolist())
         self._marks = dict(state["marks"])
 

@@ -108,7 +108,7 @@ class _TolerantLoop:
                 text = f"Worker {self.job.worker} joined, with the others' state of step {self.sync.clock}."
                 self.recorder.event(self.sync.clock, text)
             if self.leads:
-                self._tidy_up()
+                self._tidy_up(joined)
             self.job.model.train()
             finished = self._take_steps()
             if finished or self._is_where_others_stop():
@@ -140,8 +140,9 @@ class _TolerantLoop:
                 for scheduler in self.task.schedulers:
                     scheduler.step()
 
-    def _tidy_up(self) -> None:
-        self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
+    def _tidy_up(self, joined: bool) -> None:
+        if not joined:
+            self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
         if self.config.log.tensorboard:
             open_board(self.run, self.recorder, self.sync.clock)
 
@@ -205,7 +206,7 @@ class _TolerantLoop:
         members = self.sync.members
         if self.task.evaluate is not None and self.job.worker in members:
             self.held_out.post(self.sync.clock, members, *self._share(members))
-        leads = self.job.worker == min(members, default=-1)
+        leads = not self.sync.behind and self.job.worker == min(members, default=-1)
         self._tell(wait=leads)
         if leads or not self._is_told_by_the_leader():
             write_model(self.run, self.task.model)
