@@ -200,7 +200,6 @@ class Supervisor:
         self._starts = dict.fromkeys(self._posts, 0)
         self._restarts = dict.fromkeys(self._posts, 0)
         self._finished: set[int] = set()
-        self._lost: set[int] = set()
         self._anew = 0
         self._forgotten = False
         self._failures: dict[int, int] = {}
@@ -264,7 +263,6 @@ class Supervisor:
         again, why = self._prospect(worker, code)
         write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error and code > 0 else ""))
         if not again:
-            self._lost.add(worker)
             write_end(metrics, "lost", error if error and code > 0 else f"It {how}.")
         if self._plan.eager or not again:
             self._tell_the_others(worker)
@@ -273,8 +271,11 @@ class Supervisor:
             self._start(worker)
 
     def _begin_anew(self) -> bool:
-        """Start all workers together, from their last checkpoint, in a place of the store that has no history."""
-        if self._stopping_since is not None or self._anew >= _MOST_BEGINNINGS:
+        """Start all workers together, from their last checkpoint, in a place of the store that has no history.
+
+        Also those that were given up: a beginning may need more workers than are left.
+        """
+        if self._stopping_since is not None or self._finished or self._anew >= _MOST_BEGINNINGS:
             return False
         self._anew += 1
         self._job = self._beginnings.next(self._job)
@@ -283,7 +284,7 @@ class Supervisor:
             context.close(signal.SIGKILL)
         self._running.clear()
         tell(event="anew", job=self._job)
-        for worker in sorted(self._posts.keys() - self._lost - self._finished):
+        for worker in self._posts:
             self._start(worker)
         return True
 
