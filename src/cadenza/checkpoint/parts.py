@@ -83,7 +83,7 @@ def find(folder: Path, worker: int, *, verified: bool = True) -> Found:
             if verified:
                 verify(path, manifest)
         except CheckpointError as error:
-            problem = error if number != worker else problem
+            problem = error
             continue
         return Found(folder, number)
     raise problem
