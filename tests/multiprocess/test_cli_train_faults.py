@@ -20,7 +20,7 @@ from support.commands import PATIENCE_S, QUIET, TASK, cadenza, command, environm
 pytestmark = pytest.mark.timeout(300)
 
 PERIOD = 10
-QUICK = ["--period", PERIOD, "--no-report", *QUIET, "--set", "faults.lease_s=0.6", "--set", "options.constant_lr=true"]
+QUICK = ["--period", PERIOD, "--no-report", *QUIET, "--set", "faults.lease_s=2.0", "--set", "options.constant_lr=true"]
 
 
 def slow_until(file: Path) -> list[str]:
@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint_whatever_was_killed(tmp_pa
             process.kill()
         psutil.wait_procs(doomed)
     saved = [line["step"] for line in lines(run, 0, "checkpoint")]
-    alive = ["--set", "options.die_saving=-1", "--set", "checkpoint.every=0"]
+    alive = ["--set", "options.die_saving=-1", "--set", "checkpoint.every=0", "--set", "faults.grace_s=30.0"]
     with started("train", "--resume", run, *alive, folder=tmp_path) as front:
         wait_until(lambda: all(len(lines(run, worker, "start")) == 5 - 2 * worker for worker in range(2)))
         begun = [lines(run, worker, "start")[-1]["step"] for worker in range(2)]
