@@ -21,7 +21,7 @@ from typing import Any
 
 from cadenza.training.metrics import MetricsWriter, Stopwatch
 
-__all__ = ["LastWords", "last_words", "write_end", "write_event"]
+__all__ = ["NOTHING", "LastWords", "last_words", "write_end", "write_event"]
 
 _ENOUGH = 1 << 20  # bytes; a line is far shorter
 
@@ -43,6 +43,9 @@ class LastWords:
     error: str = ""
 
 
+NOTHING = LastWords(0, 0.0, {})
+
+
 def last_words(path: Path) -> LastWords:
     """Return what the end of a worker's file tells."""
     last: dict[str, Any] | None = None
@@ -53,7 +56,7 @@ def last_words(path: Path) -> LastWords:
         last = last or line
         if line["kind"] == "step":
             return LastWords(line["step"], _elapsed(last), line, error)
-    return LastWords(last["step"] if last else 0, _elapsed(last) if last else 0.0, {}, error)
+    return LastWords(last["step"], _elapsed(last), {}, error) if last else NOTHING
 
 
 def write_event(path: Path, text: str, *, level: str = "warning") -> None:

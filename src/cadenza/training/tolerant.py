@@ -7,10 +7,10 @@ checkpoints are parts that are complete without those who were not there, and al
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from cadenza.errors import CadenzaError, StoreLostError
@@ -19,7 +19,7 @@ from cadenza.training.config import Config
 from cadenza.training.evaluation import share_of_loss
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter
-from cadenza.training.obituaries import last_words
+from cadenza.training.obituaries import NOTHING, last_words
 from cadenza.training.parts import PartKeeper
 from cadenza.training.randomness import seed_everything, seed_of
 from cadenza.training.recording import Ear, Recorder, open_board, write_start
@@ -41,10 +41,9 @@ def run_tolerant_worker(run: Run, config: Config) -> str:
     """Train as one worker of a run whose workers come and go; return "finished", "interrupted" or "left"."""
     membership = _join(config)
     path = run.metrics_of(membership.worker)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     recorder = Recorder(MetricsWriter(path), recent=config.steps // 20)
-    if again:
-        recorder.go_on_from(last_words(path))
+    elapsed = max((last_words(other).elapsed for other in run.metrics.glob("*.jsonl")), default=0.0)
+    recorder.go_on_from(replace(last_words(path), elapsed=elapsed))  # unless it turns out that all begin together
     with ExitStack() as leaving:
         leaving.callback(recorder.close)
         leaving.callback(membership.close)
@@ -120,6 +119,7 @@ class _TolerantLoop:
     def _restore(self) -> None:
         """Go on from the checkpoint on which those who start together agree, if there is one."""
         extra, told = self.parts.restore()
+        self.recorder.go_on_from(NOTHING)
         if extra is not None:
             self.recorder.load_state_dict(extra["recorder"])
         for text in told:
