@@ -18,7 +18,14 @@ from functools import partial
 import torch.distributed as dist
 
 from cadenza.agreement import Header, Vote
-from cadenza.errors import CadenzaError, RoundAbortedError, StoreLostError, TransportError, TurnedAwayError
+from cadenza.errors import (
+    CadenzaError,
+    NobodyLeftError,
+    RoundAbortedError,
+    StoreLostError,
+    TransportError,
+    TurnedAwayError,
+)
 from cadenza.faults import Shrink, SkipRound
 from cadenza.joining import hand_over
 from cadenza.levels import LevelGroup
@@ -94,6 +101,11 @@ class Company:
     def worker(self) -> int:
         return self.membership.worker
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The members of the last meeting."""
+        return self._last
+
     # ---- coming together -------------------------------------------------------------------------------------------
 
     def start(self, sync: Held) -> bool:
@@ -130,11 +142,19 @@ class Company:
     def await_call(self, *, after: Call | None) -> Call:
         """Wait until the others hold a meeting, later than the one before, and return it."""
         roll, patience_s = self.membership.roll, self.policy.patience.first_s
-        alone_since = time.monotonic()
+        alone_since = known_since = time.monotonic()
         while True:
             call = self.summons(-1)
             if call is not None and (after is None or call > after):
+                self._wait_no_more()
                 return call
+            if self._is_known_to_someone():
+                known_since = time.monotonic()
+            elif time.monotonic() - known_since > self.policy.patience.grace_s:
+                raise NobodyLeftError(
+                    f"Of {told(roll.alive())}, who are there, none has trained yet, and those who have are gone. Start "
+                    "all of them anew, from a checkpoint."
+                )
             if self._is_over():
                 raise TransportError(f"Worker {self.worker} came too late: the others have finished.")
             if roll.known() - roll.silent() != {self.worker}:
@@ -142,6 +162,28 @@ class Company:
             elif time.monotonic() - alone_since > patience_s:
                 raise TransportError(f"Worker {self.worker} found nobody to train with within {patience_s:g} s.")
             time.sleep(roll.tick_s)
+
+    def _is_known_to_someone(self) -> bool:
+        """Say whether anyone who is there may have the state; this worker makes known that it has not."""
+        mine = self.membership.roll.incarnation
+
+        def look(store: dist.Store) -> bool:
+            store.set(f"waiting/{self.worker}", mine)
+            alive = self.membership.roll.alive()
+            keys = {worker: f"waiting/{worker}" for worker in alive}
+            return any(
+                not store.check([key]) or bytes(store.get(key)).decode() != alive[worker]
+                for worker, key in keys.items()
+            )
+
+        try:
+            return self._lines[0].call(look)
+        except StoreLostError:
+            return True
+
+    def _wait_no_more(self) -> None:
+        with suppress(StoreLostError):
+            self._lines[0].call(lambda store: store.set(f"waiting/{self.worker}", ""))
 
     def _is_over(self) -> bool:
         try:
@@ -207,7 +249,7 @@ class Company:
             self._chain,
             terms,
             last=self._last,
-            late_s=self._late_s,
+            late_s=0.0 if self.new else self._late_s,
             generation=self._place if usable else "",
             level=level,
         )

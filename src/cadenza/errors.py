@@ -12,7 +12,8 @@
     ├── DisagreementError       ranks were about to send different things    (also a RuntimeError)
     ├── CheckpointError         a saved state that is damaged or does not fit (also a ValueError)
     ├── TransportError          a peer or the network failed                 (also a RuntimeError)
-    │   └── StoreLostError      the store in which workers meet cannot be reached
+    │   ├── StoreLostError      the store in which workers meet cannot be reached
+    │   └── NobodyLeftError     of those who have trained nobody is there any more
     ├── TurnedAwayError         this worker may not take part                (also a RuntimeError)
     ├── UsageError              bad input by the person at the command line  (also a ValueError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "DisagreementError",
     "MixedParametersError",
+    "NobodyLeftError",
     "NotFiniteError",
     "NotInitializedError",
     "NothingToAverageError",
@@ -88,6 +90,10 @@ class TransportError(CadenzaError, RuntimeError):
 
 class StoreLostError(TransportError):
     """The store in which workers meet cannot be reached; it may come back."""
+
+
+class NobodyLeftError(TransportError):
+    """All workers that are there are new: nobody has the state to go on from, unless a checkpoint has."""
 
 
 class TurnedAwayError(CadenzaError, RuntimeError):

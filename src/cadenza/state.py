@@ -432,18 +432,23 @@ class Restoration:
         sync._balance._started = time.perf_counter() - balance["elapsed_s"]
 
 
-def prepare(sync: Held, state: Mapping[str, torch.Tensor | str]) -> Restoration:
-    """Check that a state belongs to this strategy and model, and that nothing of it is missing."""
+def prepare(sync: Held, state: Mapping[str, torch.Tensor | str], *, worker: int | None = None) -> Restoration:
+    """Check that a state belongs to this strategy and model, and that nothing of it is missing.
+
+    `worker` says whose entry is taken, where workers are known by their numbers; otherwise positions decide.
+    """
     sync._check_open()
     place = place_of(sync)
     shared = _saved(state, place.shared_root)
     _check_terms(sync, shared.meta, place)
     workers = shared.meta["workers"]
-    entries = {w: _saved(state, f"worker/{w}") for w in workers if f"worker/{w}/meta" in state}
+    numbers = workers if worker is None else {*workers, worker}
+    entries = {w: _saved(state, f"worker/{w}") for w in numbers if f"worker/{w}/meta" in state}
     _check_steps(shared, entries)
-    worker = workers[place.position % len(workers)]
+    own = len(workers) == len(place.workers) if worker is None else worker == place.worker
+    first = place.position < len(workers) if worker is None else own
+    worker = workers[place.position % len(workers)] if worker is None else worker
     mine = _entry_of(worker, entries)
-    own = len(workers) == len(place.workers)
     kept, common = [], []
     for number, level in enumerate(sync._levels):
         kept.append(own and mine.meta["groups"][number] == _positions(level, place))
@@ -454,7 +459,6 @@ def prepare(sync: Held, state: Mapping[str, torch.Tensor | str]) -> Restoration:
         else:  # all members of a group must hold the same, so all of them ask the first
             asked = place.workers.index(level.transport.members[0])
             common.append(_entry_of(workers[asked % len(workers)], entries))
-    first = place.position < len(workers)
     restoration = Restoration(sync, worker, own, first, shared, mine, common, kept, list(entries.values()))
     _check_sizes(restoration)
     return restoration

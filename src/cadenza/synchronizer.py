@@ -206,6 +206,16 @@ class Synchronizer:
             return None
         return self.strategy.warmup_steps + min(int(track.schedule_state["next"]) for track in self._tracks.values())
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers that held the last round together, ascending; under `raise_error`, all ranks."""
+        return tuple(self._levels[-1].transport.members) if self._company is None else self._company.last
+
+    @property
+    def behind(self) -> bool:
+        """Whether rounds were, or may have been, held without this worker: it comes to the next one."""
+        return self._company is not None and self._company.behind
+
     def step(self, *, samples: float | None = None) -> None:
         """Count one optimizer step, land what is due, launch what is due.
 

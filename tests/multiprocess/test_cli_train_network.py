@@ -63,3 +63,15 @@ def test_strategies_are_compared_over_a_link_on_the_same_data(tmp_path: Path) ->
     assert "time to held-out loss" in printed
     assert "left all interfaces (50mbit links)" in printed
     assert printed.rstrip().endswith("Report: race/report.html")
+
+
+def test_a_worker_that_dies_behind_its_link_does_not_end_the_run(tmp_path: Path) -> None:
+    dying = ["--set", "options.event=die", "--set", "options.at=10", "--set", "options.worker=1"]
+    flags = ["--workers", 2, "--steps", 24, "--period", 4, "--faults", "shrink", "--set", "faults.restarts=0", *QUIET]
+    printed = cadenza("train", TASK, "--link", "50mbit", "--run", "run", *flags, *dying, folder=tmp_path)
+    metrics = read_metrics(tmp_path / "run")
+    assert [metrics.status(worker) for worker in range(2)] == ["finished", "lost"]
+    assert metrics.of("round", 0)[0]["participants"] == [0, 1]
+    assert metrics.of("round", 0)[-1]["participants"] == [0]
+    assert "Worker 1 was ended by SIGKILL" in printed
+    assert "left all interfaces (50mbit links)" in printed

@@ -74,6 +74,37 @@ def test_a_worker_that_is_started_again_takes_the_others_state_and_step(ranks: R
     assert first["participants"][-1] == (0, 1, 2)
 
 
+def killed_before_the_first_round(port: int) -> Any:
+    strategy = cadenza.diloco(period=40, outer_lr=0.5, faults=cadenza.shrink(**QUICK))
+    if rank() < 3:
+        return train(port, 3, strategy, 120, at={5: kill} if rank() == 1 else None, step_s=0.05)
+    time.sleep(1.0)
+    return train(port, 3, strategy, 120, worker=1, step_s=0.05)
+
+
+def test_a_worker_that_died_before_the_first_round_is_not_taken_for_its_next_process(
+    ranks: RankPool, store: int
+) -> None:
+    first, _, _, again = ranks.run(4, killed_before_the_first_round, store, init=False, expect_dead={1})
+    assert again["joined_at"] in (40, 80)
+    assert torch.equal(first["values"], again["values"])
+
+
+def all_die(port: int) -> None:
+    train(port, 2, cadenza.local_sgd(period=5, faults=cadenza.shrink(**QUICK)), 100, at={12: kill})
+
+
+def all_are_new(port: int) -> tuple[Any, ...]:
+    strategy = cadenza.local_sgd(period=5, faults=cadenza.shrink(grace_s=0.8, first_s=20.0))
+    return outcome(train, port, 2, strategy, 100)
+
+
+def test_workers_of_which_none_has_trained_do_not_wait_for_those_who_have(ranks: RankPool, store: int) -> None:
+    ranks.run(2, all_die, store, init=False, expect_dead={0, 1})
+    told = ranks.run(2, all_are_new, store, init=False)
+    assert [one[:2] for one in told] == 2 * [("error", "NobodyLeftError")]
+
+
 def stopped(port: int) -> dict[str, Any]:
     strategy = cadenza.diloco(period=5, outer_lr=0.5, faults=cadenza.shrink(**QUICK))
     return train(port, 3, strategy, 80, at={13: stop_for(2.0)} if rank() == 1 else None, step_s=0.05)

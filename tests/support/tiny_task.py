@@ -31,12 +31,16 @@ class Options(Settings):
     event: str = ""
     signal: int = int(signal.SIGTERM)
     zero_is_asked_at: int = 0  # the step at which worker 0 gets a signal, whatever happens to others
-    slow: int = -1  # a worker that sleeps in every step
+    slow: int = -1  # a worker that sleeps in every step; -2: all of them
     slow_s: float = 0.05
+    slow_until: str = ""  # a file: as soon as it is there, no worker is slow any more
+    die_saving: int = -1  # a worker that is killed while it saves, at another write the second time
 
 
 def build(config: Config) -> Task:
     options = config.options_as(Options)
+    if options.die_saving >= 0:
+        die_saving(options.die_saving)
     width = options.width
     model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -58,6 +62,21 @@ def build(config: Config) -> Task:
     )
 
 
+def die_saving(worker: int) -> None:
+    """Let this worker die before its part, and then before what all share, is finished by its manifest."""
+    attempt, replace, calls = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.replace, 0
+
+    def replace_or_die(source: Any, target: Any) -> None:
+        nonlocal calls
+        if "checkpoints" in str(target) and int(os.environ["RANK"]) == worker:
+            calls += 1
+            if calls == 2 * (attempt + 1) and attempt < 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = replace_or_die
+
+
 class Loss:
     """The loss, and what is to happen in the middle of a run."""
 
@@ -67,8 +86,8 @@ class Loss:
 
     def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
         self.steps += 1
-        worker = torch.distributed.get_rank()
-        if worker == self.options.slow:
+        worker = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+        if self.options.slow in (worker, -2) and not os.path.exists(self.options.slow_until):
             time.sleep(self.options.slow_s)
         if worker == 0 and self.steps == self.options.zero_is_asked_at:
             os.kill(os.getpid(), signal.SIGTERM)

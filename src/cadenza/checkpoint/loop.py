@@ -26,6 +26,7 @@ __all__ = [
     "optimizers_of",
     "prepare_loop",
     "random_state",
+    "read_loop",
     "set_random_state",
 ]
 
@@ -95,6 +96,15 @@ def prepare_loop(
     # Of workers that go on from one entry, only one may draw its random numbers.
     numbers = _read(told["random"], state) if restoration.first else None
     return Loop(_read(told["extra"], state, copy=True), inner, optimizers, values, states, numbers)
+
+
+def read_loop(
+    state: Mapping[str, torch.Tensor | str], worker: int, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what a worker's optimizers held, as they take it, and its `extra`; nothing is changed."""
+    told = read_json(f"worker/{worker}/loop", state.get(f"worker/{worker}/loop"))
+    states = _fitted_optimizers(_read(told["optimizer"], state, copy=True), optimizers)
+    return states, _read(told["extra"], state, copy=True) or {}
 
 
 # ---- values and JSON -------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ STORY = """
 
 **cadenza train --nnodes 2 --rdzv-endpoint HOST:29400 --run SHARED/FOLDER** on each of two machines: one training.
 
+**cadenza train --faults shrink** trains on when workers die, and starts them again.
+
 **cadenza train --compare ddp,local_sgd,diloco --link 100mbit** races strategies over a slow link.
 
 Ctrl-C saves; **cadenza train --resume RUN** goes on. **cadenza report RUN…** draws what is in the run's folder.

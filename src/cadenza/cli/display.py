@@ -52,6 +52,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title, self._notice = console, title, ""
+        self._failures = _Failures()
         self._next = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._progress = Progress()
@@ -74,6 +75,8 @@ class LiveDisplay:
         for worker, line in news:
             if line["kind"] == "event" and line["level"] != "info":
                 self._console.print(Text(f"worker {worker}: {line['text']}", _LEVEL_STYLES.get(line["level"], "")))
+            elif text := self._failures.hear(worker, line):
+                self._console.print(Text(text, _LEVEL_STYLES["warning"]))
         self._draw()
         self._next = time.monotonic() + max(_REFRESH_S, (time.thread_time() - began) / _COST_LIMIT)
 
@@ -91,6 +94,7 @@ class PlainDisplay:
 
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
+        self._failures = _Failures()
         self._next, self._step = 0.0, -1
 
     def __enter__(self) -> Self:
@@ -106,7 +110,11 @@ class PlainDisplay:
         return True  # evaluations are told at once; reading for them costs little
 
     def show(self, progress: Progress, news: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        told = [text for worker, line in news if (text := _news(worker, line, progress))]
+        told = [
+            text
+            for worker, line in news
+            if (text := _news(worker, line, progress) or self._failures.hear(worker, line))
+        ]
         for text in told:
             self._print(text)
         now = time.monotonic()
@@ -259,6 +267,28 @@ def _line(progress: Progress) -> str:
     return " · ".join(parts)
 
 
+class _Failures:
+    """What is worth telling of rounds that fail: the first of several that fail for one reason, once for all workers.
+
+    >>> failures = _Failures()
+    >>> failed = {"kind": "failed", "step": 16, "reason": "the store cannot be reached"}
+    >>> failures.hear(0, failed), failures.hear(1, failed)
+    ('step 16 · the round failed, nothing was changed: the store cannot be reached', '')
+    """
+
+    def __init__(self) -> None:
+        self._reason = ""
+
+    def hear(self, worker: int, line: dict[str, Any]) -> str:
+        """Return a line, or nothing."""
+        if line["kind"] == "round":
+            self._reason = ""
+        if line["kind"] != "failed" or line["reason"] == self._reason:
+            return ""
+        self._reason = line["reason"]
+        return f"step {line['step']} · the round failed, nothing was changed: {line['reason']}"
+
+
 def _news(worker: int, line: dict[str, Any], progress: Progress) -> str:
     """Return what a line of metrics is worth telling, or nothing."""
     match line["kind"]:
@@ -267,7 +297,7 @@ def _news(worker: int, line: dict[str, Any], progress: Progress) -> str:
             return f"worker {worker} of {line['workers']} started on {line['host']}{where}"
         case "evaluation":
             return f"step {line['step']}/{progress.steps} · held-out loss {loss_text(line['loss'])}"
-        case "checkpoint" if worker == 0:
+        case "checkpoint" if worker == progress.first:
             return f"step {line['step']}/{progress.steps} · checkpoint {line['path']} ({bytes_text(line['bytes'])})"
         case "event":
             return f"worker {worker}: {line['text']}"

@@ -45,6 +45,11 @@ class WorkerProgress:
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
+    def gone(self) -> bool:
+        """Whether the others go on without it."""
+        return self.status in ("lost", "left")
+
+    @property
     def only_followed(self) -> bool:
         """Whether it failed because another worker had."""
         return self.error is not None and self.error.startswith("Stopped, because worker")
@@ -93,8 +98,18 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The step that every worker has done."""
-        return min((worker.step for worker in self.workers.values()), default=0)
+        """The step that every worker has done that the others did not go on without."""
+        return min((worker.step for worker in self._present), default=0)
+
+    @property
+    def first(self) -> int:
+        """The worker that speaks for all."""
+        return min((worker.worker for worker in self._present), default=0)
+
+    @property
+    def _present(self) -> list[WorkerProgress]:
+        present = [worker for worker in self.workers.values() if not worker.gone]
+        return present or list(self.workers.values())
 
     @property
     def elapsed(self) -> float:
@@ -102,13 +117,13 @@ class Progress:
 
     @property
     def loss(self) -> float | None:
-        losses = [worker.loss for worker in self.workers.values() if worker.loss is not None]
+        losses = [worker.loss for worker in self._present if worker.loss is not None]
         return fmean(losses) if losses else None
 
     @property
     def samples_per_s(self) -> float | None:
         """What all workers do together."""
-        rates = [worker.samples_per_s for worker in self.workers.values()]
+        rates = [worker.samples_per_s for worker in self._present]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 
@@ -132,7 +147,7 @@ class Progress:
         """How long the slowest worker will still need at the speed it has had so far."""
         estimates = [
             (self.steps - worker.step) * (worker.elapsed - worker.first_elapsed) / (worker.step - worker.first_step)
-            for worker in self.workers.values()
+            for worker in self._present
             if worker.step > worker.first_step
         ]
         return max(estimates) if estimates else None

@@ -25,7 +25,16 @@ from cadenza.cli.rendezvous import arrange, node_range
 from cadenza.emulation import Network
 from cadenza.training.config import LaunchSettings
 
-__all__ = ["Crash", "ElasticWorkers", "LinkedWorkers", "Workers", "log_folder"]
+__all__ = [
+    "Crash",
+    "ElasticWorkers",
+    "LinkedWorkers",
+    "Told",
+    "Workers",
+    "log_folder",
+    "worker_command",
+    "worker_environment",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,9 @@ class Workers(Protocol):
     def processes(self) -> list[psutil.Process]:
         """Return the processes of those that run."""
 
+    def ask(self, process: psutil.Process, number: int) -> None:
+        """Ask one of them to stop, as a signal has asked the front."""
+
     def kill(self) -> None:
         """End them at once."""
 
@@ -66,17 +78,45 @@ def log_folder(folder: Path) -> Path:
     return folder / "logs" / f"launch-{max(launches, default=0) + 1:03d}"
 
 
-def _command(folder: Path) -> list[str]:
+def worker_command(folder: Path) -> list[str]:
+    """Return the command of a worker."""
     return [sys.executable, "-m", "cadenza.cli.worker", str(folder)]
 
 
-def _environment(launch: LaunchSettings) -> dict[str, str]:
+def worker_environment(launch: LaunchSettings) -> dict[str, str]:
+    """Return what all workers, and who starts them, find in their environment."""
     return {
         PARENT: str(os.getpid()),
         "OMP_NUM_THREADS": str(launch.threads),
         "PYTHONUNBUFFERED": "1",  # what a worker printed before it was killed is in its log
         "PYTHONFAULTHANDLER": "1",
     }
+
+
+class Told:
+    """What a process of ours tells on its standard output, a line of JSON at a time; reading it never waits."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._pipe = process.stdout
+        os.set_blocking(self._pipe.fileno(), False)
+        self._rest = b""
+
+    def read(self) -> list[Any]:
+        """Return what was told since the last time."""
+        if self._pipe.closed:
+            return []
+        while chunk := self._pipe.read(65536):
+            self._rest += chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        told = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # not the process's own, but something that a library printed
+                told.append(json.loads(line))
+        return told
+
+    def close(self) -> None:
+        self._pipe.close()
 
 
 class ElasticWorkers:
@@ -92,7 +132,7 @@ class ElasticWorkers:
         least, most = node_range(launch.nnodes)
         meeting = arrange(launch, name=folder.resolve().name)
         plan = Plan(
-            command=_command(folder),
+            command=worker_command(folder),
             logs=str(logs),
             workers=launch.workers,
             min_nodes=least,
@@ -104,7 +144,7 @@ class ElasticWorkers:
             local_addr=meeting.local_addr,
             max_restarts=launch.max_restarts,
         )
-        environment = {**os.environ, **_environment(launch)}
+        environment = {**os.environ, **worker_environment(launch)}
         if meeting.interface is not None:
             environment.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
         if launch.max_restarts or least != most:
@@ -124,14 +164,12 @@ class ElasticWorkers:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the front alone
             )
-        assert self._agent.stdout is not None
-        self._told = self._agent.stdout
-        os.set_blocking(self._told.fileno(), False)
-        self._rest = b""
+        self._told = Told(self._agent)
 
     def poll(self) -> bool | None:
         code = self._agent.poll()
-        self._listen()
+        for told in self._told.read():
+            self._take(told)
         if code is None:
             return None
         self._told.close()
@@ -145,22 +183,14 @@ class ElasticWorkers:
         except psutil.NoSuchProcess:
             return []
 
+    def ask(self, process: psutil.Process, number: int) -> None:
+        process.terminate()
+
     def kill(self) -> None:
         doomed = self.processes()
         self._agent.kill()
         _kill(doomed)
         self._agent.wait()
-
-    def _listen(self) -> None:
-        """Take in what the agent has told."""
-        if self._told.closed:
-            return
-        while chunk := self._told.read(65536):
-            self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError):  # not the agent's, but something that a library printed
-                self._take(json.loads(line))
 
     def _take(self, told: Any) -> None:
         match told:
@@ -190,7 +220,12 @@ class LinkedWorkers:
             name = f"worker-{rank:05d}"
             with (logs / f"{name}.out").open("wb") as out, (logs / f"{name}.err").open("wb") as err:
                 worker = network.start(
-                    rank, _command(folder), env=_environment(launch), stdout=out, stderr=err, start_new_session=True
+                    rank,
+                    worker_command(folder),
+                    env=worker_environment(launch),
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
                 )
             self._workers.append(worker)
 
@@ -205,6 +240,9 @@ class LinkedWorkers:
     def processes(self) -> list[psutil.Process]:
         running = [worker.pid for worker in self._workers if worker.poll() is None]
         return [psutil.Process(pid) for pid in running]
+
+    def ask(self, process: psutil.Process, number: int) -> None:
+        process.terminate()
 
     def kill(self) -> None:
         for worker in self._workers:

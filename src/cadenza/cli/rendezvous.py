@@ -18,10 +18,12 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from cadenza.emulation import Network
 from cadenza.errors import UsageError
-from cadenza.training.config import LaunchSettings
+from cadenza.membership.store import parse_address
+from cadenza.training.config import Config, LaunchSettings
 
-__all__ = ["Meeting", "arrange", "node_range"]
+__all__ = ["Meeting", "Place", "arrange", "node_range", "store_place"]
 
 _DEFAULT_PORT = 29400  # torch's
 _ANSWER_S = 5
@@ -99,6 +101,71 @@ def arrange(launch: LaunchSettings, *, name: str) -> Meeting:
     # loopback on its own machine, and to the network elsewhere.
     outward = _route_to(_ELSEWHERE) if nodes > 1 and ipaddress.ip_address(address).is_loopback else address
     return Meeting("c10d", f"{host}:{port}", job, {"is_host": listens}, host, _interface_of(outward), leads=listens)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where workers meet that may come and go: a store, and whether this node serves it.
+
+    Attributes:
+        host: The store's host.
+        port: Its port, 0 for a free one.
+        serves: Whether this node starts it.
+        leads: Whether this node shows and draws what all have done.
+        workers: How many start together, on all nodes.
+        interface: What Gloo is to use, if that is known.
+    """
+
+    host: str
+    port: int
+    serves: bool
+    leads: bool
+    workers: int
+    interface: str | None
+
+
+def store_place(config: Config, network: Network | None = None) -> Place:
+    """Return where the workers of a run under `skip_round` or `shrink` meet; raise if that cannot be.
+
+    >>> place = store_place(Config().with_(**{"faults.policy": "shrink", "launch.workers": 3}))
+    >>> place.host, place.port, place.serves, place.workers
+    ('127.0.0.1', 0, True, 3)
+    """
+    launch = config.launch
+    least, most = node_range(launch.nnodes)
+    workers = least * launch.workers
+    if network is not None:
+        return Place(network.hosts[0].address, 0, True, True, len(network.hosts), None)
+    if launch.node_rank >= most:
+        raise UsageError(
+            f"--node-rank {launch.node_rank}: with --nnodes {launch.nnodes}, nodes are numbered from 0 to {most - 1}."
+        )
+    given = config.faults.store or launch.rdzv_endpoint
+    if not given:
+        if most > 1:
+            raise UsageError(
+                f"{launch.nnodes} nodes need a store to meet in: give all of them the same --rdzv-endpoint HOST:PORT, "
+                f"where HOST is the first node (--node-rank 0), which then serves it, or the address of one that "
+                "python -m cadenza.membership serves, as faults.store."
+            )
+        here = "127.0.0.1"
+        return Place(here, 0, True, True, workers, _interface_of(here))
+    leads = launch.node_rank == 0
+    host, port = parse_address(config.faults.store) if config.faults.store else _parsed(launch.rdzv_endpoint)
+    address = _resolved(host, given)
+    own = address if _is_here(address) else _route_to(address)
+    if own is None:
+        raise UsageError(f"{given}: there is no way from here to {address}.")
+    serves = leads and not config.faults.store
+    if serves and own != address:
+        raise UsageError(
+            f"--rdzv-endpoint {launch.rdzv_endpoint}: the first node (--node-rank 0) serves the store there, and "
+            f"{address} is not an address of this machine."
+        )
+    if serves and _is_taken(address, port):
+        raise UsageError(f"Port {port} of {host} is in use by another program (--rdzv-endpoint {given}).")
+    outward = _route_to(_ELSEWHERE) if most > 1 and ipaddress.ip_address(own).is_loopback else own
+    return Place(host, port, serves, leads, workers, _interface_of(outward))
 
 
 def _parsed(endpoint: str) -> tuple[str, int]:

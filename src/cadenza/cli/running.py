@@ -14,6 +14,7 @@ from cadenza.cli.display import Display, LiveDisplay, PlainDisplay
 from cadenza.cli.following import Follower
 from cadenza.cli.launching import ElasticWorkers, LinkedWorkers, Workers, log_folder
 from cadenza.cli.rendezvous import node_range
+from cadenza.cli.supervising import SupervisedWorkers
 from cadenza.cli.watching import watch
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
@@ -91,12 +92,8 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     """
     logs = log_folder(run.folder)
     follower = Follower(run.metrics, from_now=True)
-    if network is None:
-        workers: Workers = ElasticWorkers(run.folder, config.launch, logs)
-        sent = []
-    else:
-        sent = [host.bytes_sent() for host in network.hosts]
-        workers = LinkedWorkers(run.folder, config.launch, logs, network)
+    sent = [] if network is None else [host.bytes_sent() for host in network.hosts]
+    workers = _workers(run, config, logs, network)
     title = title_of(run, config, network)
     live = console.is_terminal and not plain and workers.leads
     display: Display = LiveDisplay(console, title) if live else PlainDisplay(console, title)
@@ -108,12 +105,22 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     return workers.leads
 
 
+def _workers(run: Run, config: Config, logs: Path, network: Network | None) -> Workers:
+    if config.faults.tolerant:
+        return SupervisedWorkers(run.folder, config, logs, network)
+    if network is None:
+        return ElasticWorkers(run.folder, config.launch, logs)
+    return LinkedWorkers(run.folder, config.launch, logs, network)
+
+
 def title_of(run: Run, config: Config, network: Network | None = None) -> str:
     """Return what is trained, in a line."""
     strategy, launch = config.strategy, config.launch
     parts = [" ".join(["cadenza train", strategy.name, strategy.codec]).strip()]
     nodes = "" if launch.nnodes == "1" else f" on each of {launch.nnodes} nodes"
     parts.append(f"{launch.workers} workers{nodes}")
+    if config.faults.tolerant:
+        parts.append(config.faults.policy)
     if network is not None:
         parts.append(f"{network.rate} links")
     return " · ".join([*parts, str(run.folder)])

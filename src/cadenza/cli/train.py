@@ -44,6 +44,10 @@ def _complete_codec(incomplete: str) -> list[str]:
     return [name for name in CODECS if name.startswith(incomplete)]
 
 
+def _complete_policy(incomplete: str) -> list[str]:
+    return [name for name in ("raise_error", "skip_round", "shrink") if name.startswith(incomplete)]
+
+
 def train(
     task: Annotated[
         str | None,
@@ -86,6 +90,15 @@ def train(
     ] = None,
     outer_lr: Annotated[float | None, _option("Learning rate of the outer step.", STRATEGY)] = None,
     delay: Annotated[int | None, _option("Steps for which a round may be on its way.", STRATEGY)] = None,
+    faults: Annotated[
+        str | None,
+        _option(
+            "What is done when a worker dies: raise_error (the default), skip_round or shrink, which go on.",
+            STRATEGY,
+            metavar="POLICY",
+            autocompletion=_complete_policy,
+        ),
+    ] = None,
     warmup_steps: Annotated[int | None, _option("Steps with averaged gradients, at first.", STRATEGY)] = None,
     steps: Annotated[int | None, _option("Optimizer steps of each worker.", TRAINING)] = None,
     workers: Annotated[int | None, _option("Workers on this node (torchrun: --nproc-per-node).", TRAINING)] = None,
@@ -132,6 +145,7 @@ def train(
         "strategy.outer_lr": outer_lr,
         "strategy.delay": delay,
         "strategy.warmup_steps": warmup_steps,
+        "faults.policy": faults,
         "launch.workers": workers,
         "launch.nnodes": nnodes,
         "launch.node_rank": node_rank,
@@ -196,7 +210,7 @@ def _begin(
     folder: Path | None, config: Config, console: Console, *, plain: bool, link: str | None, report: bool
 ) -> None:
     """Make a new run, and train it."""
-    from cadenza.cli.rendezvous import arrange
+    from cadenza.cli.rendezvous import arrange, store_place
     from cadenza.cli.running import emulated, make_run
     from cadenza.training.runs import read_metrics
 
@@ -207,8 +221,8 @@ def _begin(
                 "the same --run FOLDER."
             )
         folder = _default_folder(config.strategy.name)
-    if link is None:
-        arrange(config.launch, name=folder.name)  # what is wrong with the endpoint is said before there is a folder
+    if link is None:  # what is wrong with the endpoint is said before there is a folder
+        store_place(config) if config.faults.tolerant else arrange(config.launch, name=folder.name)
     with nullcontext() if link is None else emulated(link, config) as network:
         run = make_run(folder, config)
         try:
@@ -262,7 +276,8 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
     try:
         leads = carry_out(run, config, console, plain=plain, network=network)
     except InterruptedRunError as interruption:
-        console.print(f"{_saved(run, interruption.saved)}", soft_wrap=True)
+        told = _left(run) if interruption.left else _saved(run, interruption.saved)
+        console.print(told, soft_wrap=True)
         raise typer.Exit(128 + interruption.number) from None
     except TrainingFailedError as error:
         if _last_saved(run) is None:
@@ -294,6 +309,10 @@ def _saved(run: Run, saved: bool) -> str:
     return f"The workers were ended before they could save; the last checkpoint is of step {step}. {_resume(run)}"
 
 
+def _left(run: Run) -> str:
+    return f"The workers of this node have left; others go on. Come back with:  {_command(run)}"
+
+
 def _last_saved(run: Run) -> int | None:
     found = [int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("step-*")]
     return max(found, default=None)
@@ -301,4 +320,8 @@ def _last_saved(run: Run) -> int | None:
 
 def _resume(run: Run) -> str:
     where = "" if run.config().launch.nnodes == "1" else ", on all nodes,"
-    return f"Go on{where} with:  cadenza train --resume {shlex.quote(str(run.folder))}"
+    return f"Go on{where} with:  {_command(run)}"
+
+
+def _command(run: Run) -> str:
+    return f"cadenza train --resume {shlex.quote(str(run.folder))}"

@@ -34,9 +34,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class InterruptedRunError(CadenzaError):
     """The run was stopped by a signal, here or on another node."""
 
-    def __init__(self, number: int, *, saved: bool) -> None:
+    def __init__(self, number: int, *, saved: bool, left: bool = False) -> None:
         super().__init__("The run was interrupted.")
-        self.number, self.saved = number, saved
+        self.number, self.saved, self.left = number, saved, left
 
 
 class _Signals:
@@ -113,7 +113,7 @@ class _Stop:
             if process.pid not in self._asked:
                 self._asked.add(process.pid)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.terminate()
+                    self._workers.ask(process, received[0])
         if not self._asked:  # they wait for other nodes
             self._killed = True
             self._workers.kill()
@@ -141,7 +141,7 @@ def _conclude(well: bool, workers: Workers, progress: Progress, received: list[i
         return
     if "interrupted" in ended or received:
         number = received[0] if received else signal.SIGINT
-        raise InterruptedRunError(number, saved="interrupted" in ended)
+        raise InterruptedRunError(number, saved="interrupted" in ended, left="left" in ended)
     if not well:
         _fail(workers, progress, logs)
 
@@ -152,7 +152,7 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
     if first is None:
         raise TrainingFailedError(workers.problem or f"The workers could not be started; see {logs.parent}.")
     told = progress.workers[first.worker].error if first.worker in progress.workers else None
-    log = logs / f"worker-{first.worker:05d}.err"
+    log = _last_log(logs, first.worker)
     if first.exitcode == _BAD_INPUT:
         raise UsageError(told or _without_prefix(last_lines(log, 1)))
     if first.exitcode < 0:
@@ -162,6 +162,12 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
     tail = last_lines(log)
     shown = f"\n\nThe end of {log}:\n{tail}" if tail and _is_traceback(tail) else f" Its log is {log}."
     raise TrainingFailedError(f"Worker {first.worker} failed: {told or 'it said nothing.'}{shown}")
+
+
+def _last_log(logs: Path, worker: int) -> Path:
+    """Return where a worker complained, the last time that it was started."""
+    found = sorted(logs.glob(f"worker-{worker:05d}*.err"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else logs / f"worker-{worker:05d}.err"
 
 
 def _first(crashes: list[Crash], progress: Progress) -> Crash | None:

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 -m cadenza.cli.worker runs/mine --config mine.toml
 
 The first goes on with a run whose folder is there; the second makes the folder if it is not. It ends with 0 when the
-run has finished or was interrupted, with 2 after bad input, with 1 after any other error.
+run has finished or was interrupted, with 2 after bad input, with 3 if all workers that are there are new and must
+begin together, with 1 after any other error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cadenza.cli.leash import follow_parent
-from cadenza.errors import CadenzaError, CheckpointError, TopologyError, UsageError
+from cadenza.errors import (
+    CadenzaError,
+    CheckpointError,
+    NobodyLeftError,
+    TopologyError,
+    TurnedAwayError,
+    UsageError,
+)
 from cadenza.process_groups import resolve, store_of
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import process_group, run_worker
@@ -27,7 +36,8 @@ from cadenza.training.runs import create, open_run
 
 __all__ = ["main"]
 
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, NOBODY_LEFT = 1, 2, 3
+_OTHERS_S = 10.0  # for another worker to finish making the folder that all share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,9 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_worker(given.folder)
         else:
             _train_by(read_config(given.config), given.folder)
-    except (UsageError, TopologyError, CheckpointError) as error:  # what was asked for cannot be
+    except (UsageError, TopologyError, CheckpointError, TurnedAwayError) as error:  # what was asked for cannot be
         print(f"cadenza: {error}", file=sys.stderr)
         return BAD_INPUT
+    except NobodyLeftError as error:
+        print(f"cadenza: {error}", file=sys.stderr)
+        return NOBODY_LEFT
     except CadenzaError as error:
         print(f"cadenza: {error}", file=sys.stderr)
         return FAILED
@@ -55,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train_by(config: Config, folder: Path) -> None:
     """Train in a folder that one worker makes for all, unless it is there, as when a launcher starts workers anew."""
+    if config.faults.tolerant:
+        if problem := _make_alone(config, folder):
+            raise UsageError(problem)
+        run_worker(folder)
+        return
     with process_group(config):
         store = dist.PrefixStore("cadenza/worker", store_of(resolve(None)))
         if dist.get_rank() == 0:
@@ -62,6 +80,15 @@ def _train_by(config: Config, folder: Path) -> None:
         if problem := store.get("problem").decode():
             raise UsageError(problem)
         run_worker(folder)
+
+
+def _make_alone(config: Config, folder: Path) -> str:
+    """Make a run's folder, or find one that another worker is making; return what is wrong, if something is."""
+    problem = _make(config, folder)
+    deadline = time.monotonic() + _OTHERS_S
+    while problem and time.monotonic() < deadline and not (folder / "config.toml").exists():
+        time.sleep(0.1)
+    return _make(config, folder) if problem else ""
 
 
 def _make(config: Config, folder: Path) -> str:

@@ -188,6 +188,7 @@ def hold(
     base = f"meeting/{call}"
     started = time.monotonic()
     _announce(line, call)
+    standing = line.call(lambda store: _standing(store, base)) if me.new else None
     line.call(lambda store: _sign(store, base, me, seal, call))
     text: bytes | None = None
     while text is None:
@@ -228,7 +229,10 @@ def hold(
             f"The list of members does not bear the seal that worker {me.worker} knows: its job or its secret is not "
             "that of the others. Start it with theirs (CADENZA_JOB, CADENZA_SECRET)."
         )
-    return _obeyed(Roster.unpack(opened), me)
+    roster = _obeyed(Roster.unpack(opened), me)
+    if standing is not None:
+        raise MeetingFailedError(f"the round was held with an earlier process of worker {me.worker}", behind=True)
+    return roster
 
 
 def _obeyed(roster: Roster, me: Guest) -> Roster:
@@ -298,10 +302,15 @@ def _sign(store: dist.Store, base: str, guest: Guest, seal: Seal, call: Call) ->
     append(store, f"{base}/guests", seal.close(json.dumps(asdict(guest)), str(call)) + "\n")
 
 
+def _standing(store: dist.Store, base: str) -> bytes | None:
+    """Return the roster, if one was decided on."""
+    return bytes(store.get(f"{base}/roster")) if store.check([f"{base}/roster"]) else None
+
+
 def _leave(store: dist.Store, base: str, me: Guest, seal: Seal, call: Call) -> bytes | None:
     """Give up waiting, unless a roster stands by now."""
     _sign(store, base, replace(me, here=False), seal, call)
-    return bytes(store.get(f"{base}/roster")) if store.check([f"{base}/roster"]) else None
+    return _standing(store, base)
 
 
 def _guests(store: dist.Store, base: str, seal: Seal, call: Call) -> dict[int, Guest]:

@@ -117,6 +117,13 @@ class Roll:
         with self._lock:
             return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
 
+    def alive(self) -> dict[int, str]:
+        """Return those that beat, this worker among them, each with what tells its process from others."""
+        silent = self.silent()
+        with self._lock:
+            known = {worker: self._incarnations.get(worker, "") for worker in self._beats.keys() - silent}
+        return known | {self.worker: self.incarnation}
+
     def is_current(self, worker: int, incarnation: str) -> bool:
         """Tell whether a process still is the one in its worker's place, as far as is known."""
         with self._lock:

@@ -20,7 +20,7 @@ from cadenza.checkpoint.files import read_manifest
 from cadenza.errors import CheckpointError, UsageError
 from cadenza.training.runs import Run
 
-__all__ = ["Choice", "agree_on_checkpoint", "choose_checkpoint", "prune"]
+__all__ = ["Choice", "agree_on_checkpoint", "checkpoint_folders", "choose_checkpoint", "prune", "set_aside"]
 
 _SET_ASIDE = "set-aside"
 _NAME = re.compile(r"step-\d+")
@@ -39,14 +39,19 @@ def choose_checkpoint(run: Run) -> Choice:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         folder = latest(run.checkpoints)
-    newer = [path for path in _folders(run) if folder is None or path.name > folder.name]
+    newer = [path for path in checkpoint_folders(run) if folder is None or path.name > folder.name]
     for path in newer:
-        aside = run.checkpoints / _SET_ASIDE / path.name
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.parent.mkdir(exist_ok=True)
-        os.replace(path, aside)
+        set_aside(run, path)
     told = tuple(str(one.message) for one in caught if issubclass(one.category, UserWarning))
     return Choice(folder, told)
+
+
+def set_aside(run: Run, path: Path) -> None:
+    """Put a checkpoint where it is in nobody's way."""
+    aside = run.checkpoints / _SET_ASIDE / path.name
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.parent.mkdir(exist_ok=True)
+    os.replace(path, aside)
 
 
 def agree_on_checkpoint(run: Run, store: dist.Store, *, worker: int) -> Choice:
@@ -70,16 +75,16 @@ def agree_on_checkpoint(run: Run, store: dist.Store, *, worker: int) -> Choice:
 
 def prune(run: Run, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints; one that is being written is newer, and stays."""
-    complete = [path for path in _folders(run) if _is_complete(path)]
+    complete = [path for path in checkpoint_folders(run) if _is_complete(path)]
     if not complete:
         return
     kept = set(complete[-keep:])
-    for path in _folders(run):
+    for path in checkpoint_folders(run):
         if path not in kept and path.name < complete[-1].name:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _folders(run: Run) -> list[Path]:
+def checkpoint_folders(run: Run) -> list[Path]:
     """Return the folders of all checkpoints, the oldest first."""
     if not run.checkpoints.is_dir():
         return []

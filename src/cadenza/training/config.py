@@ -9,7 +9,7 @@ Every key has a default, so an empty file is a configuration; `to_toml` writes a
 Traceback (most recent call last):
   ...
 cadenza.errors.UsageError: lunch: there is no such key. Did you mean "launch"? Allowed: task, steps, seed, options, \
-strategy, launch, evaluate, checkpoint, log.
+strategy, launch, faults, evaluate, checkpoint, log.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+import cadenza
 from cadenza import Strategy
 from cadenza.errors import CadenzaError, UsageError
+from cadenza.faults import FaultPolicy
+from cadenza.membership.store import parse_address
 from cadenza.training.strategies import build_strategy, defaults_of, keys_of, nearest
 
 __all__ = [
     "CheckpointSettings",
     "Config",
     "EvaluateSettings",
+    "FaultSettings",
     "LaunchSettings",
     "LogSettings",
     "Settings",
@@ -51,6 +55,7 @@ DEFAULT_STRATEGY: dict[str, Any] = {
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
 
 
 class Settings(BaseModel):
@@ -92,9 +97,9 @@ class StrategySettings(Settings):
         """The preset's arguments that were given."""
         return dict(self.model_extra or {})
 
-    def build(self) -> Strategy:
-        """Return the strategy; `ddp` is a warm-up that never ends."""
-        return build_strategy(self.name, codec=self.codec, **self.arguments)
+    def build(self, faults: FaultPolicy | None = None) -> Strategy:
+        """Return the strategy, under a fault policy; `ddp` is a warm-up that never ends."""
+        return build_strategy(self.name, codec=self.codec, faults=faults, **self.arguments)
 
     def complete(self) -> dict[str, Any]:
         """Return all keys, also those that were left to the preset."""
@@ -121,6 +126,71 @@ class LaunchSettings(Settings):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto", description="auto: nccl where there is CUDA, else gloo."
     )
+
+
+class FaultSettings(Settings):
+    """What happens when a worker dies, hangs or lies: the arguments of `cadenza.skip_round` and `cadenza.shrink`.
+
+    The shared secret, if there is to be one, is in the environment (``CADENZA_SECRET``), never in a file.
+
+    >>> FaultSettings(policy="shrink", quorum=0.0).build().quorum
+    0.0
+    """
+
+    policy: Literal["raise_error", "skip_round", "shrink"] = Field(
+        default="raise_error", description="What is done when a worker is gone, late or wrong."
+    )
+    min_workers: _Number = Field(default=1, description="shrink: with fewer workers, rounds are skipped.")
+    quorum: float = Field(
+        default=0.5, ge=0, lt=1, description="shrink: more than this share of the last round's workers must be there."
+    )
+    grace_s: _Positive = Field(default=10.0, description="How long a round waits for a worker that is alive but late.")
+    factor: _Positive = Field(default=4.0, description="How many times a transfer's usual time is not yet a failure.")
+    first_s: _Positive = Field(default=60.0, description="How long the start and the first round may take.")
+    poison: Literal["leave_out", "skip"] = Field(
+        default="leave_out", description="A contribution that is not finite, or explodes: leave_out, or skip the round."
+    )
+    explosion: float = Field(
+        default=10.0, ge=0, description="How many times the median norm is too much; 0: any finite norm will do."
+    )
+    lease_s: _Positive = Field(default=1.0, description="After so long without a heart-beat a worker counts as gone.")
+    restarts: _Count = Field(default=3, description="How often each worker is started again, alone, after it died.")
+    store: str = Field(
+        default="", description='The store\'s "host:port" (python -m cadenza.membership); "": the launcher starts one.'
+    )
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether training goes on when a worker is gone."""
+        return self.policy != "raise_error"
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        self.build()
+        if self.store:
+            try:
+                parse_address(self.store)
+            except ValueError:
+                raise UsageError(
+                    f'faults.store = "{self.store}": the address of a store is "host:port", such as "10.0.0.1:29400".'
+                ) from None
+        return self
+
+    def build(self) -> FaultPolicy:
+        """Return the policy."""
+        common: dict[str, Any] = {
+            "grace_s": self.grace_s,
+            "factor": self.factor,
+            "first_s": self.first_s,
+            "poison": self.poison,
+            "explosion": self.explosion or None,
+        }
+        try:
+            if self.policy == "shrink":
+                return cadenza.shrink(min_workers=self.min_workers, quorum=self.quorum, **common)
+            return cadenza.skip_round(**common) if self.tolerant else cadenza.raise_error()
+        except ValueError as error:
+            raise UsageError(f"faults: {error}") from None
 
 
 class EvaluateSettings(Settings):
@@ -167,9 +237,31 @@ class Config(Settings):
     options: dict[str, Any] = Field(default_factory=dict, description="What the task makes of it.")
     strategy: StrategySettings = Field(default_factory=lambda: StrategySettings(**DEFAULT_STRATEGY))
     launch: LaunchSettings = Field(default_factory=LaunchSettings)
+    faults: FaultSettings = Field(default_factory=FaultSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     log: LogSettings = Field(default_factory=LogSettings)
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if not self.faults.tolerant:
+            return self
+        if self.launch.max_restarts:
+            raise UsageError(
+                f"launch.max_restarts = {self.launch.max_restarts} starts the workers of all nodes anew if one fails; "
+                f'under faults.policy = "{self.faults.policy}" each is started again alone, up to faults.restarts '
+                f"times ({self.faults.restarts}). Leave launch.max_restarts at 0."
+            )
+        self.build_strategy()
+        return self
+
+    def build_strategy(self) -> Strategy:
+        """Return the strategy under the fault policy; say so if one does not go with the other.
+
+        >>> Config().with_(**{"faults.policy": "shrink"}).build_strategy().faults.tolerant
+        True
+        """
+        return self.strategy.build(self.faults.build() if self.faults.tolerant else None)
 
     def options_as(self, kind: type[SomeSettings]) -> SomeSettings:
         """Return the task's options, checked against a pydantic model such as a subclass of `Settings`.

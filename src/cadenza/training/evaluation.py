@@ -14,18 +14,22 @@ from cadenza.process_groups import control_device, resolve
 from cadenza.training.randomness import undisturbed
 from cadenza.training.task import Task
 
-__all__ = ["held_out_loss", "sum_over_workers"]
+__all__ = ["held_out_loss", "share_of_loss", "sum_over_workers"]
 
 
 def held_out_loss(task: Task, *, worker: int, workers: int, source: str) -> float:
     """Return the held-out loss of the model as it is now; all workers call this, and none is the worse for it."""
-    assert task.evaluate is not None
-    with torch.no_grad(), undisturbed(), _in_eval_mode(task.model):
-        total, count = _checked(task.evaluate(task.model, worker, workers), source)
-    total, count = sum_over_workers(total, count)
+    total, count = sum_over_workers(*share_of_loss(task, worker=worker, workers=workers, source=source))
     if count <= 0:
         raise UsageError(f"{source} has evaluated nothing: the counts of all {workers} workers add up to {count:g}.")
     return total / count
+
+
+def share_of_loss(task: Task, *, worker: int, workers: int, source: str) -> tuple[float, float]:
+    """Return the sum of the losses over a worker's share of the held-out data, and how many there are."""
+    assert task.evaluate is not None
+    with torch.no_grad(), undisturbed(), _in_eval_mode(task.model):
+        return _checked(task.evaluate(task.model, worker, workers), source)
 
 
 def sum_over_workers(*figures: float) -> list[float]:

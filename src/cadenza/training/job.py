@@ -15,6 +15,7 @@ import cadenza
 from cadenza import checkpoint
 from cadenza.checkpoint.loop import collect_loop
 from cadenza.errors import UsageError
+from cadenza.membership import Membership
 from cadenza.observers import Observer
 from cadenza.training.config import Config
 from cadenza.training.data import BatchStream, to_device
@@ -30,19 +31,27 @@ class Job:
     Args:
         config: What to train, and how.
         observer: What gets a report of every round.
+        membership: The worker's place among others that may come and go, instead of a process group.
     """
 
-    def __init__(self, config: Config, observer: Observer) -> None:
+    def __init__(self, config: Config, observer: Observer, membership: Membership | None = None) -> None:
         self.config = config
-        self.worker, self.workers = dist.get_rank(), dist.get_world_size()
-        self.device = _device()
+        if membership is None:
+            self.worker, self.workers = dist.get_rank(), dist.get_world_size()
+            uses_cuda = "nccl" in dist.get_backend_config()
+        else:
+            self.worker, self.workers = membership.worker, _most_workers(config, membership)
+            uses_cuda = config.launch.backend != "gloo" and torch.cuda.is_available()
+        self.device = _device(uses_cuda)
         self.task = self._build_task()
-        self.strategy = config.strategy.build()
+        self.strategy = config.build_strategy()
         self.is_ddp = config.strategy.name == "ddp"
         self.model: torch.nn.Module = self.task.model.to(self.device)
         if self.is_ddp:
             self.model = DistributedDataParallel(self.model)
-        self.sync = cadenza.attach(self.model, self.task.optimizers, self.strategy, observers=[observer])
+        self.sync = cadenza.attach(
+            self.model, self.task.optimizers, self.strategy, observers=[observer], membership=membership
+        )
         batches = self.task.batches(self.worker, self.workers)
         self.stream = BatchStream(batches, source=f"batches({self.worker}, {self.workers}) of the task {config.task}")
         self._refuse_what_cannot_be_saved()
@@ -60,7 +69,7 @@ class Job:
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> int:
         """Write this worker's part of a checkpoint; return its size in bytes."""
-        checkpoint.save(folder, **self._parts(), extra={**self._state(), **extra})
+        checkpoint.save(folder, **self._parts(), extra={**self.place(), **extra})
         return sum(path.stat().st_size for path in folder.glob(f"worker-{self.worker:05}.*"))
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -69,16 +78,20 @@ class Job:
             self._rehearse()
         # Worker 0 has read all of it when it chose this one.
         extra = checkpoint.load(folder, **self._parts(), verify="own") or {}
+        self.set_place(extra)
+        return extra
+
+    def set_place(self, extra: Mapping[str, Any]) -> None:
+        """Let schedules and data go on from where they were saved."""
         then, now = extra.get("schedulers", []), self.task.schedulers
         if len(then) != len(now):
             raise UsageError(
-                f"{folder} is of a task with {len(then)} learning rate schedules; {self.config.task} has {len(now)}. "
-                "Go on with the task that was trained."
+                f"The checkpoint is of a task with {len(then)} learning rate schedules; {self.config.task} has "
+                f"{len(now)}. Go on with the task that was trained."
             )
         for scheduler, state in zip(now, then, strict=True):
             scheduler.load_state_dict(state)
         self.stream.load_state_dict(extra["data"], own=extra["place"] == [self.worker, self.workers])
-        return extra
 
     def _rehearse(self) -> None:
         """Let DDP arrange its buckets, as it does after its first backward pass: sums depend on the arrangement.
@@ -101,7 +114,8 @@ class Job:
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.task.optimizers, "sync": self.sync}
 
-    def _state(self) -> dict[str, Any]:
+    def place(self) -> dict[str, Any]:
+        """Return where schedules and data stand, for a checkpoint."""
         return {
             "place": [self.worker, self.workers],
             "schedulers": [scheduler.state_dict() for scheduler in self.task.schedulers],
@@ -110,11 +124,17 @@ class Job:
 
     def _refuse_what_cannot_be_saved(self) -> None:
         """Raise now what would otherwise be raised at the first checkpoint."""
-        collect_loop("worker/0", self.model, self.task.optimizers, self._state())
+        collect_loop("worker/0", self.model, self.task.optimizers, self.place())
 
 
-def _device() -> torch.device:
-    if "nccl" in dist.get_backend_config():
+def _most_workers(config: Config, membership: Membership) -> int:
+    """Return among how many workers the data is shared out: also those that may come later have shares of their own."""
+    nodes = int(config.launch.nnodes.rpartition(":")[2])
+    return max(membership.workers, membership.worker + 1, nodes * config.launch.workers)
+
+
+def _device(uses_cuda: bool) -> torch.device:
+    if uses_cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device

@@ -7,29 +7,27 @@ checkpoint, the run goes on from it, to the last bit as if it had never stopped 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cadenza.errors import CadenzaError, NotFiniteError, UsageError
+from cadenza.errors import CadenzaError
 from cadenza.process_groups import resolve, store_of
 from cadenza.training.checkpoints import agree_on_checkpoint, prune
 from cadenza.training.config import Config
-from cadenza.training.data import count_samples, to_device
 from cadenza.training.evaluation import held_out_loss, sum_over_workers
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter
-from cadenza.training.recording import Board, Recorder
-from cadenza.training.runs import Run, open_run
+from cadenza.training.recording import Recorder, open_board, write_start
+from cadenza.training.runs import Run, open_run, write_model
+from cadenza.training.stepping import Stepper, is_due
 from cadenza.training.stopping import Stopper
+from cadenza.training.tolerant import run_tolerant_worker
 
 __all__ = ["run_worker"]
 
@@ -53,6 +51,8 @@ def run_worker(folder: str | Path) -> str:
     run = open_run(folder)
     config = run.config()
     torch.set_num_threads(config.launch.threads)
+    if config.faults.tolerant:
+        return run_tolerant_worker(run, config)
     with process_group(config), ExitStack() as leaving:
         worker = dist.get_rank()
         store = dist.PrefixStore("cadenza/train", store_of(resolve(None)))
@@ -103,6 +103,7 @@ class _Loop:
         self.run, self.job, self.recorder, self.store = run, job, recorder, store
         self.config, self.task, self.sync = job.config, job.task, job.sync
         self.leads = job.worker == 0
+        self.stepper = Stepper(job, recorder)
         self.stopper = Stopper(store, worker=job.worker, workers=job.workers)
         self.saved_at = 0
 
@@ -139,30 +140,10 @@ class _Loop:
         self.run.write_environment({**self.run.environment(), "hosts": hosts})
         self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
         if self.config.log.tensorboard:
-            self._open_board()
+            open_board(self.run, self.recorder, self.sync.clock)
 
     def _write_start(self) -> None:
-        self.recorder.writer.write(
-            "start",
-            self.sync.clock,
-            worker=self.job.worker,
-            workers=self.job.workers,
-            host=socket.gethostname(),
-            strategy=self.config.strategy.name,
-            parameters=self.job.parameters,
-            gradient_bytes=self.job.gradient_bytes,
-            steps=self.config.steps,
-            unit=self.task.unit,
-            period=None if self.job.is_ddp else self.sync.strategy.period,
-            resumed=self.sync.clock > 0,
-        )
-
-    def _open_board(self) -> None:
-        try:
-            self.recorder.board = Board(self.run.tensorboard, self.sync.clock)
-        except ImportError as error:
-            text = f"There are no TensorBoard events, since tensorboard is not installed ({error})."
-            self.recorder.event(self.sync.clock, text, level="warning")
+        write_start(self.job, self.recorder, resumed=self.sync.clock > 0)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -171,65 +152,12 @@ class _Loop:
         for step in range(self.sync.clock + 1, self.config.steps + 1):
             if not self.stopper.may_begin(step):
                 return False
-            self._step(step)
-            if _is_due(step, self.config.evaluate.every) and step < self.config.steps:
+            self.stepper.take(step)
+            if is_due(step, self.config.evaluate.every) and step < self.config.steps:
                 self._evaluate()
-            if _is_due(step, self.config.checkpoint.every):
+            if is_due(step, self.config.checkpoint.every):
                 self._save()
         return True
-
-    def _step(self, step: int) -> None:
-        task = self.task
-        batch = to_device(next(self.job.stream), self.job.device)
-        for optimizer in task.optimizers:
-            optimizer.zero_grad()
-        loss = self._loss(batch)
-        loss.backward()
-        self._average_gradients(step)
-        value = self._finite(loss.item(), step)
-        if task.clip_gradients is not None:
-            torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_gradients)
-        lr = float(task.optimizers[0].param_groups[0]["lr"])
-        for optimizer in task.optimizers:
-            optimizer.step()
-        for scheduler in task.schedulers:
-            scheduler.step()
-        samples = (task.samples or count_samples)(batch)
-        self.recorder.mark(step, delay=self.sync.strategy.delay)
-        self.sync.step(samples=samples)
-        self.recorder.step(step, loss=value, samples=samples, lr=lr, next_sync=self.sync.next_round)
-
-    def _loss(self, batch: Any) -> torch.Tensor:
-        loss: Any = self.task.loss(self.job.model, batch)
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return loss.reshape(())
-        if not isinstance(loss, torch.Tensor):
-            told = f"{str(loss)[:80]} ({type(loss).__name__})"
-        elif loss.numel() != 1:
-            told = f"a tensor of shape {tuple(loss.shape)}"
-        else:
-            told = "a tensor that does not depend on the parameters, as under torch.no_grad() or after detach()"
-        raise UsageError(
-            f"loss(model, batch) of the task {self.config.task} must return a tensor with one value, to be minimised; "
-            f"it returned {told}."
-        )
-
-    def _average_gradients(self, step: int) -> None:
-        """Average the gradients in the warm-up, which for `ddp` is all of the run."""
-        if step > self.sync.strategy.warmup_steps:
-            return
-        started = time.perf_counter()
-        self.sync.average_gradients()  # DDP has done it in backward()
-        self.recorder.stall_s += time.perf_counter() - started
-        self.recorder.bytes_sent += self.job.gradient_bytes
-
-    def _finite(self, loss: float, step: int) -> float:
-        if math.isfinite(loss):
-            return loss
-        raise NotFiniteError(
-            f"The loss of worker {self.job.worker} is {loss} at step {step}, and training cannot go on from it. A "
-            "smaller learning rate, a longer warm-up or clip_gradients in the task may help."
-        )
 
     # ---- what comes after some steps -------------------------------------------------------------------------------
 
@@ -260,7 +188,7 @@ class _Loop:
         self.sync.finish()
         self._evaluate(averaged=False)  # all have the same now
         if self.leads:
-            _write_model(self.run, self.task.model)
+            write_model(self.run, self.task.model)
         return self._end("finished")
 
     def _interrupt(self) -> str:
@@ -295,19 +223,6 @@ class _Loop:
             )
         recorder.writer.write("end", step, status=status, error=None)
         return status
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _write_model(run: Run, model: torch.nn.Module) -> None:
-    """Write the trained model, which all workers have alike."""
-    from safetensors.torch import save_model
-
-    partial = run.model_file.with_suffix(".partial")
-    save_model(model, str(partial))
-    os.replace(partial, run.model_file)
 
 
 def _first_failure(store: dist.Store, worker: int, error: BaseException) -> str:

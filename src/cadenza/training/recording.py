@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import socket
+import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from cadenza import RoundReport, observers
+from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter, Stopwatch
+from cadenza.training.obituaries import LastWords
+from cadenza.training.runs import Run
 
-__all__ = ["Board", "Recorder"]
+__all__ = ["Board", "Ear", "Recorder", "open_board", "write_start"]
 
 _BOARD_EVERY = 10  # steps between points of TensorBoard's curves of the loss
 
@@ -52,6 +59,7 @@ class Recorder:
         self.bytes_sent = 0
         self.stall_s = 0.0
         self.rounds = 0
+        self.failed_rounds = 0
         self.held_out: float | None = None
         self.losses: deque[float] = deque(maxlen=max(1, recent))
         self._carried = 0.0  # seconds of training before a resume
@@ -75,6 +83,9 @@ class Recorder:
         landed = self.elapsed
         self.bytes_sent += report.bytes_sent
         self.stall_s += report.stall_s
+        if report.kind == "failed":
+            self._observe_failure(report)
+            return
         self.rounds += 1
         late = report.delay > 0
         launched = self._marks.get(report.step, landed) if late else landed - report.stall_s
@@ -84,6 +95,18 @@ class Recorder:
         self.writer.write("round", step, **figures, launched=round(launched, 6), landed=round(landed, 6))
         if self.board is not None:
             self.board.observe_round(report)
+
+    def _observe_failure(self, report: RoundReport) -> None:
+        """Write down a round that failed and changed nothing."""
+        self.failed_rounds += 1
+        self.writer.write(
+            "failed",
+            report.step,
+            fragment=report.fragment,
+            reason=report.reason,
+            absent=list(report.absent),
+            stall_s=round(report.stall_s, 6),
+        )
 
     def step(self, step: int, *, loss: float, samples: int, lr: float, next_sync: int | None) -> None:
         """Write down a step."""
@@ -123,6 +146,7 @@ class Recorder:
             "bytes_sent": self.bytes_sent,
             "stall_s": self.stall_s,
             "rounds": self.rounds,
+            "failed_rounds": self.failed_rounds,
             "held_out": self.held_out,
             "losses": torch.tensor(list(self.losses), dtype=torch.float64),
             "marks": dict(self._marks),
@@ -134,11 +158,81 @@ class Recorder:
         self.start_counting()
         self.samples, self.bytes_sent, self.stall_s = state["samples"], state["bytes_sent"], state["stall_s"]
         self.rounds, self.held_out = state["rounds"], state["held_out"]
+        self.failed_rounds = state.get("failed_rounds", 0)
         self.losses.extend(state["losses"].tolist())
         self._marks = dict(state["marks"])
+
+    def go_on_from(self, words: LastWords) -> None:
+        """Go on counting where this worker's earlier process ended."""
+        self._carried = words.elapsed
+        self.start_counting()
+        counts = words.counts
+        self.samples, self.bytes_sent = counts.get("samples", 0), counts.get("bytes_sent", 0)
+        self.stall_s = counts.get("stall_s", 0.0)
 
     def close(self) -> None:
         """Write what waits, and close the files."""
         if self.board is not None:
             self.board.close()
         self.writer.close()
+
+
+class Ear(logging.Handler):
+    """Takes what a log says, from any thread, to a worker's metrics and to its standard error."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logging.WARNING)
+        self._logger = logger
+        self._heard: deque[tuple[str, str]] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._heard.append((record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning"))
+        print(record.getMessage(), file=sys.stderr, flush=True)
+
+    def tell(self, recorder: Recorder, step: int) -> None:
+        """Write down what was heard; a text that begins with its step is filed under that."""
+        while self._heard:
+            text, level = self._heard.popleft()
+            told = _STEP.match(text)
+            recorder.event(int(told[1]) if told else step, _sentence(text[told.end() :] if told else text), level=level)
+
+    def __enter__(self) -> Self:
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
+
+
+_STEP = re.compile(r"Step (\d+): ")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def open_board(run: Run, recorder: Recorder, step: int) -> None:
+    """Open TensorBoard's file, or say that there will be none."""
+    try:
+        recorder.board = Board(run.tensorboard, step)
+    except ImportError as error:
+        text = f"There are no TensorBoard events, since tensorboard is not installed ({error})."
+        recorder.event(step, text, level="warning")
+
+
+def write_start(job: Job, recorder: Recorder, *, resumed: bool) -> None:
+    """Write down what begins here."""
+    recorder.writer.write(
+        "start",
+        job.sync.clock,
+        worker=job.worker,
+        workers=job.workers,
+        host=socket.gethostname(),
+        strategy=job.config.strategy.name,
+        parameters=job.parameters,
+        gradient_bytes=job.gradient_bytes,
+        steps=job.config.steps,
+        unit=job.task.unit,
+        period=None if job.is_ddp else job.sync.strategy.period,
+        resumed=resumed,
+    )

@@ -38,7 +38,17 @@ from cadenza.training.config import Config, read_config
 from cadenza.training.metrics import Metrics, MetricsWriter, Stopwatch, metrics_file, plain, read_lines
 from cadenza.version import __version__
 
-__all__ = ["Metrics", "MetricsWriter", "Run", "Stopwatch", "create", "describe_environment", "open_run", "read_metrics"]
+__all__ = [
+    "Metrics",
+    "MetricsWriter",
+    "Run",
+    "Stopwatch",
+    "create",
+    "describe_environment",
+    "open_run",
+    "read_metrics",
+    "write_model",
+]
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,15 @@ def describe_environment() -> dict[str, Any]:
         "command": sys.argv,
         "created": round(time.time(), 3),
     }
+
+
+def write_model(run: Run, model: torch.nn.Module) -> None:
+    """Write the trained model, which all workers have alike."""
+    from safetensors.torch import save_model
+
+    partial = run.model_file.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
+    save_model(model, str(partial))
+    os.replace(partial, run.model_file)
 
 
 def _git_commit() -> str | None:

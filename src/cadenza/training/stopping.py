@@ -28,12 +28,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
+from typing import Protocol
 
 import torch.distributed as dist
 
 from cadenza.errors import CadenzaError
 
-__all__ = ["SIGNALS", "Stopper"]
+__all__ = ["SIGNALS", "Stopper", "StoreWords", "Words", "step_key"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -45,26 +46,79 @@ _ABORTED = 130
 _logger = logging.getLogger("cadenza")
 
 
+class Words(Protocol):
+    """How workers tell each other that one was asked to stop, and the steps that they had begun."""
+
+    def tell(self, key: str, text: str) -> None:
+        """Let all workers know something."""
+
+    def is_told(self, key: str) -> bool:
+        """Say whether somebody has told it."""
+
+    def largest(self, begun: int) -> int:
+        """Return the largest step that any worker has begun, once all that will have told theirs."""
+
+
+class StoreWords:
+    """Words through the store of a process group, whose workers are always the same.
+
+    Args:
+        store: What the workers share.
+        workers: How many there are.
+    """
+
+    def __init__(self, store: dist.Store, workers: int) -> None:
+        self._store = dist.PrefixStore("cadenza/stop", store)
+        # A connection of the thread's own: torch's stores let nobody else speak while one call waits.
+        self._ear = self._store.clone() if hasattr(self._store, "clone") else self._store
+        self._workers = workers
+
+    def tell(self, key: str, text: str) -> None:
+        self._ear.set(key, text)
+
+    def is_told(self, key: str) -> bool:
+        return self._ear.check([key])
+
+    def largest(self, begun: int) -> int:
+        return max(self._post_of(worker) for worker in range(self._workers))
+
+    def _post_of(self, worker: int) -> int:
+        key = step_key(worker)
+        try:
+            self._store.wait([key], timedelta(seconds=_ANSWER_S))
+            return int(self._store.get(key))
+        except RuntimeError as error:
+            raise CadenzaError(
+                f"Asked to stop, but worker {worker} did not answer within {_ANSWER_S:g} s; it may have ended. No "
+                "checkpoint was saved: resume from the last one."
+            ) from error
+
+
+def step_key(worker: int) -> str:
+    """Return the key under which a worker tells the step that it had begun."""
+    return f"step/{worker}"
+
+
 class Stopper:
     """Tells a worker's loop whether it may begin a step; what makes all workers stop at the same one.
 
     Args:
-        store: What the workers share.
+        store: What the workers share, or how else they tell each other.
         worker: This worker's number.
         workers: How many there are.
+        leaves: Whether a worker that gets SIGTERM leaves alone, and the others go on.
     """
 
-    def __init__(self, store: dist.Store, *, worker: int, workers: int) -> None:
-        self._store = dist.PrefixStore("cadenza/stop", store)
-        # A connection of the thread's own: torch's stores let nobody else speak while one call waits.
-        self._ear = self._store.clone() if hasattr(self._store, "clone") else self._store
-        self._worker, self._workers = worker, workers
+    def __init__(self, store: dist.Store | Words, *, worker: int, workers: int, leaves: bool = False) -> None:
+        self._words: Words = StoreWords(store, workers) if isinstance(store, dist.Store) else store
+        self._worker, self._leaves = worker, leaves
         self._lock = threading.Lock()
         self._begun = 0  # the last step that was begun; none yet
         self._frozen = False
         self._open = False
         self._asked_at: float | None = None
         self.target: int | None = None
+        self.left = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -96,13 +150,19 @@ class Stopper:
                 self._begun = step
                 return True
         if self.target is None:
-            self.target = max(self._post_of(worker) for worker in range(self._workers))
+            self.target = self._words.largest(self._begun)
         return step <= self.target
 
     def request(self) -> None:
         """Ask all workers to stop, as a signal does."""
         self._freeze()
-        self._ear.set("asked", str(self._worker))
+        self._words.tell("asked", str(self._worker))
+
+    def leave(self) -> None:
+        """Stop at the step that was begun, whatever the others do."""
+        with self._lock:
+            self._frozen, self.left = True, True
+            self.target = self._begun
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -113,7 +173,7 @@ class Stopper:
             try:
                 if ready:
                     self._hear(woken.recv(64))
-                if listening and not self._frozen and self._ear.check(["asked"]):
+                if listening and not self._frozen and self._words.is_told("asked"):
                     self._freeze()
             except Exception as error:  # the store is gone: its host has ended, or is about to
                 _logger.debug("The store does not answer: %s", error)
@@ -126,7 +186,10 @@ class Stopper:
             now = time.monotonic()
             if self._asked_at is None:
                 self._asked_at = now
-                self.request()
+                if self._leaves and number == signal.SIGTERM:
+                    self.leave()
+                else:
+                    self.request()
             elif now - self._asked_at > _SAME_REQUEST_S:
                 os._exit(_ABORTED)  # asked twice: at once, without a checkpoint
 
@@ -135,20 +198,7 @@ class Stopper:
             if self._frozen:
                 return
             self._frozen = True
-            self._ear.set(f"step/{self._worker}", str(self._begun))
-
-    # ---- the agreement ---------------------------------------------------------------------------------------------
-
-    def _post_of(self, worker: int) -> int:
-        key = f"step/{worker}"
-        try:
-            self._store.wait([key], timedelta(seconds=_ANSWER_S))
-            return int(self._store.get(key))
-        except RuntimeError as error:
-            raise CadenzaError(
-                f"Asked to stop, but worker {worker} did not answer within {_ANSWER_S:g} s; it may have ended. No "
-                "checkpoint was saved: resume from the last one."
-            ) from error
+            self._words.tell(step_key(self._worker), str(self._begun))
 
 
 # What undoes the catching of signals, while they are caught.

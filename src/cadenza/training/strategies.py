@@ -19,6 +19,7 @@ from typing import Any
 import cadenza
 from cadenza import Strategy, codecs
 from cadenza.errors import CadenzaError, UsageError
+from cadenza.faults import FaultPolicy
 
 __all__ = ["ALWAYS", "CODECS", "STRATEGIES", "build_codec", "build_strategy", "defaults_of", "keys_of", "nearest"]
 
@@ -109,7 +110,7 @@ def build_codec(text: str) -> codecs.Codec:
         raise UsageError(f'strategy.codec = "{text}": {error}') from error
 
 
-def build_strategy(name: str, *, codec: str = "", **given: Any) -> Strategy:
+def build_strategy(name: str, *, codec: str = "", faults: FaultPolicy | None = None, **given: Any) -> Strategy:
     """Return the strategy that a configuration's [strategy] describes; the keys are the preset's own arguments.
 
     >>> build_strategy("dilocco", period=16)
@@ -125,8 +126,15 @@ Allowed: ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco, streaming
         )
     _check_keys(name, [*given, *(["codec"] if codec else [])])
     if name == "ddp":
+        if faults is not None:
+            raise UsageError(
+                f'faults.policy = "{_policy(faults)}" does not go with strategy.name = "ddp": gradients are averaged '
+                "in every step, and one missing worker would stop all others. Choose another strategy, or raise_error."
+            )
         return cadenza.local_sgd(period=1, warmup_steps=ALWAYS, measure_drift=False)
     arguments = {key: _value(key, value) for key, value in given.items()}
+    if faults is not None:
+        arguments["faults"] = faults
     if codec:
         arguments["codec"] = build_codec(codec)
     try:
@@ -134,7 +142,12 @@ Allowed: ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco, streaming
     except CadenzaError:
         raise
     except (TypeError, ValueError) as error:
-        raise UsageError(f'The strategy "{name}" ({_told(given)}) cannot be: {error}') from error
+        under = "" if faults is None else f' under faults.policy = "{_policy(faults)}"'
+        raise UsageError(f'The strategy "{name}" ({_told(given)}) cannot be{under}: {error}') from error
+
+
+def _policy(faults: FaultPolicy) -> str:
+    return faults.describe().split("(")[0]
 
 
 def _check_keys(name: str, given: Sequence[str]) -> None:

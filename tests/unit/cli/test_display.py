@@ -100,6 +100,13 @@ def test_progress_is_what_all_workers_have_done() -> None:
     assert progress.drift == 0.0123
 
 
+def test_a_worker_that_is_lost_does_not_hold_up_the_others_progress() -> None:
+    progress = running()
+    progress.take(0, {"kind": "end", "time": 1.0, "elapsed": 10.0, "step": 10, "status": "lost", "error": "killed"})
+    assert (progress.step, progress.first) == (11, 1)
+    assert "lost" in text_of(progress, 100)
+
+
 def test_a_loss_that_is_not_a_number_is_shown_as_that() -> None:
     progress = running()
     progress.take(0, step(11, loss="nan"))

@@ -15,9 +15,9 @@ import yaml
 from cadenza.cli import rendezvous
 from cadenza.cli.app import main
 from cadenza.cli.launching import log_folder
-from cadenza.cli.rendezvous import arrange
+from cadenza.cli.rendezvous import Place, arrange, store_place
 from cadenza.errors import UsageError
-from cadenza.training.config import LaunchSettings
+from cadenza.training.config import Config, LaunchSettings
 
 
 def free_port() -> int:
@@ -74,6 +74,43 @@ def test_a_static_meeting_goes_by_the_nodes_number() -> None:
     launch = LaunchSettings(nnodes="2", rdzv_backend="static", rdzv_endpoint="198.51.100.7:29500", node_rank=1)
     meeting = arrange(launch, name="run")
     assert (meeting.backend, meeting.configs, meeting.leads) == ("static", {"rank": 1}, False)
+
+
+def place_of(**dotted: object) -> Place:
+    return store_place(Config().with_(**{"faults.policy": "shrink", "launch.workers": 2, **dotted}))
+
+
+def test_workers_that_may_die_meet_in_a_store_of_the_first_node() -> None:
+    alone = place_of()
+    assert (alone.host, alone.port, alone.serves, alone.workers, alone.interface) == ("127.0.0.1", 0, True, 2, "lo")
+    meeting = {"launch.nnodes": "3", "launch.rdzv_endpoint": f"127.0.0.1:{free_port()}"}
+    first, second = (place_of(**meeting, **{"launch.node_rank": node}) for node in (0, 1))
+    assert (first.serves, first.leads, first.workers) == (True, True, 6)
+    assert (second.serves, second.leads, second.port) == (False, False, first.port)
+    elsewhere = place_of(**meeting, **{"faults.store": "127.0.0.1:1234"})
+    assert (elsewhere.serves, elsewhere.leads, elsewhere.port) == (False, True, 1234)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "said"),
+    [
+        ({"launch.nnodes": "2"}, "need a store to meet in"),
+        ({"launch.nnodes": "2", "launch.node_rank": 2}, "numbered from 0 to 1"),
+        ({"launch.nnodes": "2", "launch.rdzv_endpoint": "198.51.100.7:1"}, "not an address of this machine"),
+        ({"launch.nnodes": "2", "launch.rdzv_endpoint": "nowhere:port"}, "HOST:PORT is required"),
+    ],
+)
+def test_a_place_without_a_store_is_refused(
+    dotted: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_route_to", lambda address: "127.0.0.1")
+    with pytest.raises(UsageError, match=said):
+        place_of(**dotted)
+
+
+def test_a_port_that_is_taken_is_refused_for_a_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UsageError, match="is in use"):
+        place_of(**{"launch.nnodes": "2", "launch.rdzv_endpoint": f"127.0.0.1:{other.getsockname()[1]}"})
 
 
 def test_every_launch_has_its_own_logs(tmp_path: Path) -> None:

@@ -185,6 +185,34 @@ def test_an_end_that_was_not_good_is_an_event(tmp_path: Path) -> None:
     assert page.summary("mine")["status"] == "failed"
 
 
+def test_a_run_that_lost_a_worker_tells_of_it_and_of_rounds_that_failed(tmp_path: Path) -> None:
+    run = PLAIN.write(tmp_path / "run")
+    lost = run / "metrics" / "worker-00000.jsonl"
+    kept = [line for line in lost.read_text().splitlines() if json.loads(line)["step"] <= 20]
+    died = {"time": 1.8e9, "elapsed": 3.0, "step": 20}
+    kept.append(json.dumps({"kind": "event", "text": "Worker 0 was ended by SIGKILL.", "level": "warning", **died}))
+    kept.append(json.dumps({"kind": "end", "status": "lost", "error": "It was ended by SIGKILL.", **died}))
+    lost.write_text("\n".join(kept) + "\n")
+    with (run / "metrics" / "worker-00001.jsonl").open("a") as file:
+        for step in (24, 32):
+            failed = {
+                "kind": "failed",
+                "time": 1.8e9 + step,
+                "elapsed": 4.0,
+                "step": step,
+                "reason": "worker 0 is gone",
+            }
+            file.write(json.dumps(failed) + "\n")
+    data = read_runs([run])[0]
+    assert (data.status, data.reference.number, data.steps) == ("finished", 1, 40)
+    page = Page(write_report([run], tmp_path / "report.html"))
+    told = [row[-1] for row in page.tables["Events"]]
+    assert "Worker 0 was ended by SIGKILL." in told
+    assert "2 rounds failed, up to step 32, and nothing was changed: worker 0 is gone" in told
+    assert "(2 failed)" in page.text
+    assert "(1 lost on the way)" in page.text
+
+
 def test_bytes_by_level_add_up(tmp_path: Path) -> None:
     page = page_of(tmp_path, KINDS["levels and fragments"])
     rows = page.tables["Rounds and bytes by level"]

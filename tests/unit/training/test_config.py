@@ -44,6 +44,20 @@ WRONG = [
     ({"strategy.name": "hierarchical", "strategy.levels": 3}, ["strategy.levels = 3", "table"]),
     ({"strategy.name": "hierarchical", "strategy.levels": {"often": 2}}, ['"often"', "numbers of steps"]),
     ({"strategy.name": "ddp", "strategy.period": 3}, ["strategy.period", '"ddp" takes no keys']),
+    ({"faults.policy": "srink"}, ['faults.policy = "srink"', "'raise_error', 'skip_round' or 'shrink'"]),
+    ({"faults.grace": 3}, ["faults.grace", 'Did you mean "faults.grace_s"?', "Allowed: policy, min_workers"]),
+    ({"faults.quorum": 1.5}, ["faults.quorum = 1.5", "less than 1", "share of the last round's workers"]),
+    ({"faults.grace_s": 0.0}, ["faults.grace_s = 0.0", "greater than 0"]),
+    ({"faults.restarts": -1}, ["faults.restarts = -1", "greater than or equal to 0"]),
+    ({"faults.store": "here"}, ['faults.store = "here"', '"10.0.0.1:29400"']),
+    ({"faults.policy": "shrink", "faults.explosion": 0.5}, ["explosion", "above 1", "0.5"]),
+    ({"faults.policy": "shrink", "launch.max_restarts": 2}, ["launch.max_restarts = 2", "faults.restarts"]),
+    ({"faults.policy": "shrink", "strategy.name": "ddp"}, ['faults.policy = "shrink"', 'strategy.name = "ddp"']),
+    ({"faults.policy": "shrink", "strategy.warmup_steps": 9}, ['faults.policy = "shrink"', "a warm-up"]),
+    (
+        {"faults.policy": "skip_round", "strategy.name": "hierarchical", "strategy.levels": {"4": 2, "16": "all"}},
+        ['faults.policy = "skip_round"', "several levels"],
+    ),
     ({"strategy.name": "sparse_loco", "strategy.codec": "int8"}, ["strategy.codec", '"sparse_loco" does not take']),
 ]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import tomllib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from cadenza.training.runs import open_run, read_metrics
 __all__ = ["Curve", "Event", "LevelFigures", "Round", "RunData", "WorkerData", "read_runs"]
 
 Line = Mapping[str, Any]
+
+_GONE = ("lost", "left")
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,14 @@ class WorkerData:
         self.rounds = [Round.of(line) for line in lines if line["kind"] == "round"]
         self.evaluations = [line for line in lines if line["kind"] == "evaluation"]
         self.checkpoints = [line for line in lines if line["kind"] == "checkpoint"]
+        self.failures = [line for line in lines if line["kind"] == "failed"]
         self.others = [line for line in lines if line["kind"] in ("event", "end")]
         self.end_s = max((_number(line.get("elapsed"), 0.0) for line in lines), default=0.0)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it ended before the others, which went on without it."""
+        return self.status in _GONE
 
     @property
     def host(self) -> str:
@@ -171,7 +180,8 @@ class WorkerData:
 class RunData:
     """One run: its workers, and what is said of it as a whole.
 
-    Bytes, rounds and times of the whole are those of the first worker there is, `reference`, most often worker 0.
+    Bytes, rounds and times of the whole are those of the first worker there is, `reference`, most often worker 0. One
+    that the others went on without is not taken for it.
     """
 
     def __init__(self, name: str, workers: Sequence[WorkerData], config: str, environment: Mapping[str, Any]) -> None:
@@ -179,7 +189,8 @@ class RunData:
         self.workers = workers
         self.config = config
         self.environment = environment
-        self.reference = workers[0] if workers else WorkerData(0, [], "running")
+        stayed = [worker for worker in workers if not worker.gone]
+        self.reference = next(iter([*stayed, *workers]), None) or WorkerData(0, [], "running")
         self._start: Line = self.reference.starts[-1] if self.reference.starts else {}
 
     @property
@@ -241,7 +252,8 @@ class RunData:
     @property
     def status(self) -> str:
         """Return "finished", "interrupted" or "failed" as the workers wrote it, or "unfinished" if they did not."""
-        given = {worker.status for worker in self.workers} or {"unfinished"}
+        given = {worker.status for worker in self.workers if not worker.gone}
+        given = given or {"failed" if self.workers else "unfinished"}
         return next((status for status in ("failed", "unfinished", "interrupted") if status in given), given.pop())
 
     @cached_property
@@ -258,7 +270,9 @@ class RunData:
     @cached_property
     def held_out(self) -> Curve:
         """Return the held-out loss of the workers' average."""
-        lines = next((worker.evaluations for worker in self.workers if worker.evaluations), [])
+        # One worker writes for all; where workers come and go, another may go on.
+        by_step = {int(line["step"]): line for worker in self.workers for line in worker.evaluations}
+        lines = [by_step[step] for step in sorted(by_step)]
         own = self.reference.curve
         steps = [int(line["step"]) for line in lines]
         sent = [own.bytes_sent[index - 1] if (index := bisect_right(own.steps, step)) else 0 for step in steps]
@@ -290,6 +304,8 @@ class RunData:
                 event = _event(worker.number, line)
                 if event is not None:
                     events.setdefault((event.text, event.step), event)
+            for event in _failures(worker):
+                events.setdefault((event.text, event.step), event)
         told = {event.step for event in events.values() if event.text.startswith("Interrupted:")}
         kept = [event for event in events.values() if event.text != "Interrupted" or event.step not in told]
         return sorted(kept, key=lambda event: (event.time, event.worker))
@@ -343,6 +359,19 @@ def _event(worker: int, line: Line) -> Event | None:
         level = "error" if line["status"] == "failed" else "warning"
         text = str(line["status"]).capitalize() + (f": {line['error']}" if line.get("error") else "")
     return Event(kind, _number(line.get("time"), 0.0), _number(line.get("elapsed"), 0.0), step, worker, level, text)
+
+
+def _failures(worker: WorkerData) -> Iterator[Event]:
+    """Yield the rounds that failed; those that follow each other for one reason are told together."""
+    for reason, group in groupby(worker.failures, key=lambda line: str(line.get("reason", ""))):
+        lines = list(group)
+        first, last = lines[0], lines[-1]
+        text = f"The round failed, and nothing was changed: {reason}"
+        if len(lines) > 1:
+            text = f"{len(lines)} rounds failed, up to step {last['step']}, and nothing was changed: {reason}"
+        seconds = _number(first.get("elapsed"), 0.0)
+        time = _number(first.get("time"), 0.0)
+        yield Event("failed", time, seconds, int(first["step"]), worker.number, "warning", text)
 
 
 def _level(rounds: Sequence[Round]) -> LevelFigures:

@@ -109,11 +109,17 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
         ("standing still, of the time", Cell(share_text(run.stall_s, run.seconds), still)),
         (f"{run.unit} a second, all workers", number_cell(None if rate is None else round(rate, 1), count_text)),
         ("steps", Cell(f"{run.steps:,} of {run.planned_steps:,}", run.steps)),
-        ("rounds", number_cell(len(run.reference.rounds), count_text)),
+        ("rounds", _count(len(run.reference.rounds), len(run.reference.failures), "failed")),
         ("status", Cell(_STATUS.get(run.status, run.status), run.status)),
         ("strategy", Cell(run.strategy or NOTHING, run.strategy)),
         ("codec", Cell(run.codec or NOTHING, run.codec)),
-        ("workers", number_cell(run.worker_count, count_text)),
+        ("workers", _count(run.worker_count, sum(worker.gone for worker in run.workers), "lost on the way")),
         ("parameters", number_cell(run.parameters, count_text)),
         ("checkpoints", number_cell(len(run.reference.checkpoints), count_text)),
     ]
+
+
+def _count(count: int, some: int, what: str) -> Cell:
+    """Return a number, and of how many there is something to be said."""
+    cell = number_cell(count, count_text)
+    return Cell(f"{cell.text} ({count_text(some)} {what})", cell.value) if some else cell

@@ -1,0 +1,77 @@
+"""Workers that come and go stop at one step if they can, and never wait long for those who do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+import cadenza
+from cadenza.membership import Membership
+from cadenza.membership.store import serve
+from cadenza.training import words
+from cadenza.training.stopping import Stopper
+from cadenza.training.words import LineWords
+
+
+@pytest.fixture
+def two() -> Iterator[list[Membership]]:
+    store = serve(host="127.0.0.1")
+    members = [cadenza.join(f"127.0.0.1:{store.port}", worker=w, workers=2, lease_s=0.3) for w in range(2)]
+    yield members
+    for member in members:
+        member.close()
+
+
+def stopper_of(member: Membership, **options: bool) -> Stopper:
+    return Stopper(LineWords(member, lambda: (0, 1)), worker=member.worker, workers=2, **options)
+
+
+def test_all_stop_after_the_largest_step_that_one_has_begun(two: list[Membership]) -> None:
+    ahead, behind = (stopper_of(member) for member in two)
+    assert all(ahead.may_begin(step) for step in range(1, 8))
+    assert behind.may_begin(1)
+    ahead.request()
+    behind._freeze()  # as its thread does when it hears
+    assert [behind.may_begin(step) for step in (2, 7, 8)] == [True, True, False]
+    assert not ahead.may_begin(8)
+
+
+def test_one_that_does_not_answer_is_not_waited_for_long(
+    two: list[Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words, "_ANSWER_S", 0.2)
+    stopper = stopper_of(two[0])
+    assert stopper.may_begin(5)
+    stopper.request()
+    assert not stopper.may_begin(6)
+    assert stopper.target == 5
+
+
+def test_one_that_leaves_asks_nobody(two: list[Membership]) -> None:
+    leaving, staying = stopper_of(two[0], leaves=True), stopper_of(two[1])
+    assert leaving.may_begin(3)
+    leaving.leave()
+    assert leaving.left
+    assert not leaving.may_begin(4)
+    assert not staying._words.is_told("asked")
+
+
+def test_without_a_store_each_stops_where_it_is() -> None:
+    store = serve(host="127.0.0.1")
+    member = cadenza.join(f"127.0.0.1:{store.port}", worker=0, workers=1, lease_s=0.3)
+    stopper = stopper_of(member)
+    del store
+    assert stopper.may_begin(4)
+    stopper.request()
+    assert not stopper.may_begin(5)
+    assert stopper.target == 4
+    member.close()
+
+
+def test_a_process_group_waits_for_all_as_before() -> None:
+    stopper = Stopper(dist.HashStore(), worker=0, workers=1)
+    assert stopper.may_begin(1)
+    stopper.request()
+    assert not stopper.may_begin(2)
