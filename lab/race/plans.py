@@ -91,7 +91,7 @@ ENTRIES = {
         Entry("hivemind", "hivemind", periods=(16,), late=True),
         Entry("Cadenza local_sgd", "Cadenza local_sgd"),
         Entry("Cadenza local_sgd int8", "Cadenza local_sgd", {"codec": "int8"}, 8),
-        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 4}, 8, LATE, late=True),
+        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 2}, 8, late=True),
         Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outers=OUTERS),
         Entry(
             "Cadenza streaming_diloco",
@@ -224,6 +224,7 @@ UTILISATION = (
     "torch PeriodicModelAverager",
     "torchft DiLoCo",
     "torchft Streaming DiLoCo",
+    "Cadenza local_sgd int8, late",
     "Cadenza diloco int8",
     "Cadenza streaming_diloco",
 )

@@ -104,8 +104,9 @@ def bar(found: Sequence[Finish], link: str) -> str:
 
 def utilisation(results: dict[str, Results], scale: Scale) -> str:
     """Tell stall and the share of time that is compute, by link, at one period."""
-    times = Times([*results["timing"].runs, *results["utilisation"].runs], scale)
-    links = sorted({*scale.links, *scale.curve_links}, key=lambda link: -(bits_a_second(link) or 0))
+    times = Times([run for race in ("timing", "utilisation") if race in results for run in results[race].runs], scale)
+    known_links = {*scale.links, *scale.curve_links}
+    links = sorted((link for link in known_links if times.alone(link)), key=lambda link: -(bits_a_second(link) or 0))
     rows = []
     for label in plans.UTILISATION[1:]:
         cells = []
@@ -247,7 +248,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], Telling]] = {
     "headline": (("headline",), headline),
     "to-loss": (("training", "timing"), to_loss),
     "sites": (("sites",), sites),
-    "utilisation": (("timing", "utilisation"), utilisation),
+    "utilisation": (("timing",), utilisation),
     "syncs": (("syncs",), syncs),
     "memory": (("syncs",), memory),
     "losses": (("losses",), losses),
@@ -264,11 +265,11 @@ def write(folder: Path, page: Path = PAGE, pictures: Path = PICTURES, scale: Sca
     """Put every table whose results are there between its markers in the page, and draw the charts."""
     text = page.read_text()
     charts.draw(folder, pictures, scale)
+    paths = {race: path for race in plans.RACES if (path := folder / f"race_{race}.json").exists()}
+    results = {race: Results(path) for race, path in paths.items()}
     for name, (needed, tell) in SECTIONS.items():
-        paths = {race: folder / f"race_{race}.json" for race in needed}
-        if all(path.exists() for path in paths.values()):
-            results = {race: Results(path) for race, path in paths.items()}
-            parts = [environment(list(paths.values())), tell(results, scale)]
+        if all(race in results for race in needed):
+            parts = [environment([paths[race] for race in needed]), tell(results, scale)]
             if name in PICTURED:
                 file, shown = PICTURED[name]
                 parts.insert(0, f"![{shown}](img/{file})")
