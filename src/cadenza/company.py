@@ -43,6 +43,7 @@ __all__ = ["START", "Company", "Lost"]
 _logger = logging.getLogger("cadenza")
 
 START = Call(0)
+_LOOK_S = 0.02  # between two looks for a meeting
 _ATTEMPTS = 3  # to start together
 _STATE = 12  # times the bytes of a round may be in a state: anchor, two moments in fp32, where rounds are in 8 bits
 _MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
@@ -117,12 +118,19 @@ class Company:
             if isinstance(found, Roster):
                 self._chain = _link("", START, found)
                 return True
-            time.sleep(2 * self.membership.roll.tick_s)  # so that the latest meeting is known
+            self._look()
             if self.behind and self._start_phase() <= phase:
                 return False
             self.behind = False
             phase, reason = phase + 1, found.reason
         raise TransportError(f"The workers did not come together: {reason}.")
+
+    def _look(self) -> None:
+        """Know the latest meeting: at once if the others are beyond this one, else after a pause."""
+        if not self.behind:
+            time.sleep(2 * self.membership.roll.tick_s)
+        with suppress(StoreLostError):
+            self.membership.roll.glance()
 
     def _start_phase(self) -> int:
         """Return which attempt to start together is under way; -1 if there is none, or training has begun."""
@@ -134,7 +142,7 @@ class Company:
         roll = self.membership.roll
         if roll.replaced:
             raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
-        latest = roll.latest
+        latest, roll.eager = roll.latest, self.behind or self.new
         if not (self.behind or self.new) or latest is None or latest.step == 0:
             return None
         return latest if latest.step > step or self.new else None
@@ -161,7 +169,7 @@ class Company:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > patience_s:
                 raise TransportError(f"Worker {self.worker} found nobody to train with within {patience_s:g} s.")
-            time.sleep(roll.tick_s)
+            time.sleep(_LOOK_S)
 
     def _is_known_to_someone(self) -> bool:
         """Say whether anyone who is there may have the state; this worker makes known that it has not."""
@@ -222,7 +230,7 @@ class Company:
             )
         except MeetingFailedError as error:
             if error.behind and not self.behind:
-                self.behind, self._late_s = True, max(0.001, time.time() - began)
+                self.behind, self._late_s = True, 0.0 if self.new else max(0.001, time.time() - began)
             return Lost(str(error), error.absent)
         except StoreLostError as error:
             self.behind = True
