@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chaos_verdict import judge, match, read, summary
+from chaos_verdict import judge, match, read, summary, troubles
 
 PORT = 29400
 SHARES = {"stop": 0.28, "kill": 0.24, "cut": 0.24, "poison": 0.2, "store": 0.04}
@@ -167,8 +167,15 @@ class Run:
         return max(int(place.last().get("step", 0)) for place in self.places)
 
     def is_over(self) -> bool:
-        """Whether a worker has ended by itself."""
-        return any(place.process.is_over() for place in self.places if place.process and not place.undo)
+        """Whether a worker has come to its end; who has ended before it is started again, and that is an event."""
+        for place in self.places:
+            if place.process is None or place.undo or not place.process.is_over():
+                continue
+            if place.last().get("kind") == "end":
+                return True
+            self.events.append({"at": round(time.time(), 3), "who": place.name, "what": "crash", "seconds": 0.0})
+            place.start()
+        return False
 
 
 def disturb(run: Run, dice: random.Random, given: argparse.Namespace, *, shares: dict[str, float], most: int) -> None:
@@ -217,18 +224,16 @@ def train(given: argparse.Namespace, *, seed: int | None, logs: Path, network: A
             shares = {what: share for what, share in SHARES.items() if what != "cut" or network is not None}
             most = max(1, (given.workers - 1) // 2)
             disturb(run, random.Random(seed), given, shares=shares, most=most)
-        quiet_from = time.monotonic()
-        for place in run.places:
-            assert place.process is not None
-            place.process.send(signal.SIGUSR2)  # what is left goes without pauses
-        over = [
-            place.process.is_over(max(0.0, quiet_from + given.patience_s - time.monotonic())) for place in run.places
-        ]
+            for place in run.places:
+                assert place.process is not None
+                place.process.send(signal.SIGUSR2)  # what is left goes without pauses
+        deadline = time.monotonic() + given.patience_s
+        over = [place.process.is_over(max(0.0, deadline - time.monotonic())) for place in run.places if place.process]
     said = {place.name: read(logs, place.name) for place in run.places}
     return {
         "seconds": round(time.monotonic() - started, 1),
         "all_ended": all(over) and all(lines and lines[-1]["kind"] == "end" for lines in said.values()),
-        "events": [event | match(event, said) for event in run.events],
+        "events": [event | match(event, said, troubles(run.events)) for event in run.events],
         **summary(said),
     }
 

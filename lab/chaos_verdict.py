@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["judge", "match", "read", "summary"]
+__all__ = ["judge", "match", "read", "summary", "troubles"]
 
 Line = dict[str, Any]
+Troubles = dict[str, list[tuple[float, float]]]
 WINDOW_S = 2.0  # after an event's end, in which the others may still report of it
+RECOVERY_S = 10.0  # after its end, in which a worker's own waiting is its own trouble's
 SLOW_S = 0.3  # a round that took longer was waited for
 
 
@@ -27,11 +30,22 @@ def read(logs: Path, name: str) -> list[Line]:
     return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
 
 
-def match(event: Line, said: dict[str, list[Line]]) -> Line:
-    """Return how an event was seen by those whom it did not befall, and what it cost them."""
+def match(event: Line, said: dict[str, list[Line]], troubled: Troubles | None = None) -> Line:
+    """Return how an event was seen by those whom it did not befall, and what it cost them.
+
+    Args:
+        event: What happened to whom, when, and for how many seconds.
+        said: All that the workers have said.
+        troubled: When something else befell them; what they say then is not the cost of this event.
+    """
     at, until = event["at"], event["at"] + event["seconds"] + WINDOW_S
     who = event["who"]
-    others = [line for name, lines in said.items() if name != who for line in lines if at <= line["at"] <= until]
+    others = [
+        line
+        for name, lines in said.items()
+        for line in lines
+        if name != who and at <= line["at"] <= until and not _in_trouble(line["at"], (troubled or {}).get(name, ()))
+    ]
     rounds = sorted((line for line in others if line["kind"] in ("round", "failed")), key=lambda line: line["at"])
     stall_s = max((line["stall_s"] for line in rounds), default=0.0)
     if event["what"] == "store":
@@ -40,7 +54,7 @@ def match(event: Line, said: dict[str, list[Line]]) -> Line:
     own = [line for line in said.get(who, []) if line["at"] >= at]
     if event["what"] == "poison":
         return _poison(number, own, rounds) | {"stall_s": stall_s}
-    if event["what"] == "kill":
+    if event["what"] in ("kill", "crash"):
         joined = next((line["at"] for line in own if line["kind"] == "joined"), None)
         back_s = None if joined is None else round(joined - at - event["seconds"], 2)
     else:
@@ -52,6 +66,18 @@ def match(event: Line, said: dict[str, list[Line]]) -> Line:
     if not seen["step"]:
         seen = _first(rounds, lambda line: line["stall_s"] > SLOW_S, "waited for")
     return seen | {"stall_s": stall_s, "back_s": back_s}
+
+
+def troubles(events: Sequence[Line]) -> Troubles:
+    """Return from when to when something was the matter with each worker."""
+    found: Troubles = {}
+    for event in events:
+        found.setdefault(event["who"], []).append((event["at"], event["at"] + event["seconds"]))
+    return found
+
+
+def _in_trouble(at: float, times: Sequence[tuple[float, float]]) -> bool:
+    return any(begin <= at <= end + RECOVERY_S for begin, end in times)
 
 
 def _first(rounds: list[Line], fits: Any, name: str) -> Line:
@@ -128,7 +154,8 @@ def judge(quiet: Line, disturbed: Line) -> Line:
         "events": dict(Counter(event["what"] for event in disturbed["events"])),
         "seen": {what: _seen(what, disturbed["events"]) for what in sorted({e["what"] for e in disturbed["events"]})},
     }
-    verdict["good"] = verdict["all_ended"] and verdict["agree_to_the_bit"] and verdict["loss_ratio"] < 1.02
+    right = verdict["all_ended"] and verdict["agree_to_the_bit"] and "crash" not in verdict["events"]
+    verdict["good"] = right and verdict["loss_ratio"] < 1.02
     return verdict
 
 

@@ -31,6 +31,8 @@ SHAPE = Shape(layers=2, width=32, heads=2, context=32)
 def serve() -> None:
     """Fork what is asked for, until the input ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to wait for the dead
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # until a worker can hear it
     corpus = Corpus.standard_library()
     for line in sys.stdin:
         told = json.loads(line)

@@ -8,6 +8,8 @@ harm: the next beats show that the worker is alive, and it is connected again.
 >>> with LifeLines("127.0.0.1", lambda worker, incarnation: seen.append(worker)) as ours:
 ...     theirs = LifeLines("127.0.0.1", lambda *_: None)
 ...     ours.watch({1: ("a7", theirs.address)})
+...     while not ours.watched:
+...         time.sleep(0.01)
 ...     theirs.close()  # as its kernel would
 ...     while not seen:
 ...         time.sleep(0.01)
@@ -38,6 +40,10 @@ Peer = tuple[int, str]  # number and incarnation
 class LifeLines:
     """This worker's lines to the others.
 
+    Attributes:
+        address: Where the others find this worker.
+        watched: The workers, by number and incarnation, to which there is a line now.
+
     Args:
         host: The address at which the others reach this worker.
         died: Called on another thread with the number and the incarnation of a worker whose line has ended.
@@ -56,6 +62,7 @@ class LifeLines:
         self._wanted: dict[Peer, str] = {}
         self._lines: dict[Peer, socket.socket] = {}
         self._tried_at: dict[Peer, float] = {}
+        self.watched: frozenset[Peer] = frozenset()
         self._accepted: set[socket.socket] = set()
         self._ended = False
         self._thread = threading.Thread(target=self._serve, name="cadenza life lines", daemon=True)
@@ -154,6 +161,7 @@ class LifeLines:
         else:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._selector.modify(connection, selectors.EVENT_READ, peer)
+            self.watched |= {peer}
 
     def _let_go(self, connection: socket.socket, peer: Peer | None) -> None:
         self._selector.unregister(connection)
@@ -161,6 +169,7 @@ class LifeLines:
         self._accepted.discard(connection)
         if peer is not None:
             self._lines.pop(peer, None)
+            self.watched -= {peer}
 
 
 def _has_ended(connection: socket.socket) -> bool:

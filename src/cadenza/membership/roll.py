@@ -30,7 +30,7 @@ _logger = logging.getLogger("cadenza")
 _BEATS = 5  # in a lease
 _GONE = "gone"
 _PROOF = 3  # changes of a beat that show that a worker is alive whose line has ended; two may have been under way
-_GLANCES = 10  # in the time between two beats, for the next meeting
+_GLANCE_S = 0.02  # between two looks for the next meeting
 
 
 @dataclass(frozen=True, order=True)
@@ -149,7 +149,8 @@ class Roll:
     def close(self) -> None:
         """Sign off."""
         self._ended.set()
-        self._thread.join(timeout=self.tick_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout=self.tick_s)
         if self.connected and not self.replaced:
             with contextlib.suppress(StoreLostError):
                 self._line.call(lambda store: store.set(_key(self.worker), f"{self.incarnation} {_GONE}"), timeout_s=1)
@@ -166,7 +167,7 @@ class Roll:
                 self._beats[worker].doubt = _PROOF
 
     def _beat_on(self) -> None:
-        while not self._ended.wait(self.tick_s / _GLANCES if self.eager else self.tick_s):
+        while not self._ended.wait(min(_GLANCE_S, self.tick_s) if self.eager else self.tick_s):
             try:
                 if self.eager and self.connected and time.monotonic() - self._seen_at < self.tick_s:
                     self.glance()
