@@ -3,9 +3,10 @@
     python lab/recovery.py --out lab/results/recovery.json
 
 Four workers train a little network, averaging every ten steps. When they are at step 105 one thing happens: a worker is
-killed; killed and started again; stopped for some seconds; gets NaN into its parameters; or whatever all depend on is
-killed (Cadenza's store, torchft's lighthouse, torchrun itself). Cadenza and torchft have the same patience: 1 s without
-a heart-beat, 3 s for who is late; torchrun restarts all workers from a checkpoint, written at every averaging.
+killed between rounds, or when its transfer begins; killed and started again; stopped for some seconds; gets NaN into
+its parameters; whatever all depend on is killed (Cadenza's store, torchft's lighthouse, torchrun itself); or everything
+is killed, and started again from the last checkpoint, which is written at every averaging. Cadenza and torchft have the
+same patience: 1 s without a heart-beat, 3 s for who is late. torchrun restarts all workers, from the checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 WORKERS, STEPS, STEP_S, AT = 4, 300, 0.05, 105
 VICTIM = 2
-FAULTS = ("nothing", "kill", "kill and return", "stop", "nan", "store")
+FAULTS = ("nothing", "kill", "kill in a round", "kill and return", "stop", "nan", "store", "everything")
 SYSTEMS = ("cadenza", "torchft", "torchrun")
 STOP_S, RETURN_S, AWAY_S = 5.0, 2.0, 3.0
 PATIENCE_S = 90.0
@@ -41,9 +42,9 @@ PATIENCE_S = 90.0
 class Job:
     """Workers under one system, and what they depend on."""
 
-    def __init__(self, system: str, logs: Path, stack: ExitStack, quorum_retries: int) -> None:
+    def __init__(self, system: str, logs: Path, stack: ExitStack, quorum_retries: int, *, save: bool) -> None:
         self.system, self.logs, self._stack = system, logs, stack
-        self._quorum_retries = quorum_retries
+        self._options = [f"--quorum-retries={quorum_retries}", *(["--save"] if save else [])]
         self._port = _free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -57,10 +58,12 @@ class Job:
 
             self.python = python("torchft")
         stack.callback(self.end_orphans)
+        self.start()
+
+    def start(self) -> None:
         self.start_store()
-        if system != "torchrun":
-            for worker in range(WORKERS):
-                self.start_worker(worker)
+        for worker in range(WORKERS if self.system != "torchrun" else 0):
+            self.start_worker(worker)
 
     def start_store(self) -> None:
         """Start what all workers depend on."""
@@ -91,8 +94,7 @@ class Job:
         self._start([self.python, *script], f"worker-{worker}", RANK=str(worker))
 
     def _arguments(self) -> list[str]:
-        retries = f"--quorum-retries={self._quorum_retries}"
-        return [self.system, f"--steps={STEPS}", f"--step-s={STEP_S}", f"--into={self.logs}", retries]
+        return [self.system, f"--steps={STEPS}", f"--step-s={STEP_S}", f"--into={self.logs}", *self._options]
 
     def _start(self, command: Sequence[str], name: str, **environment: str) -> subprocess.Popen[bytes]:
         with (self.logs / f"{name}.err").open("a") as file:
@@ -142,8 +144,16 @@ class Job:
             self.signal(VICTIM, signal.SIGSTOP)
             time.sleep(STOP_S)
             self.signal(VICTIM, signal.SIGCONT)
+        elif fault == "kill in a round":
+            self.signal(VICTIM, signal.SIGUSR2)
         elif fault == "nan":
             self.signal(VICTIM, signal.SIGUSR1)
+        elif fault == "everything":
+            for process in self._processes:
+                _end(process)
+            self.end_orphans()
+            time.sleep(AWAY_S)
+            self.start()
         elif fault == "store":
             self.store.kill()
             self.store.wait()
@@ -156,13 +166,14 @@ def run(system: str, fault: str, quorum_retries: int) -> dict[str, Any]:
     """Let a fault happen to a job; return what it has cost the other workers."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder, ExitStack() as stack:
         logs = Path(folder)
-        job = Job(system, logs, stack, quorum_retries)
+        job = Job(system, logs, stack, quorum_retries, save=fault == "everything")
         deadline = time.monotonic() + PATIENCE_S
         while min(job.step(worker) for worker in range(WORKERS)) < AT and time.monotonic() < deadline:
             time.sleep(0.02)
         struck_at = time.time()
         job.strike(fault)
-        expected = [w for w in range(WORKERS) if w != VICTIM or fault != "kill" or system == "torchrun"]
+        lost = {VICTIM} if fault in ("kill", "kill in a round") and system != "torchrun" else set()
+        expected = [worker for worker in range(WORKERS) if worker not in lost]
         while time.monotonic() < deadline and not all(_ended(job.said(worker)) for worker in expected):
             if job.is_over():
                 break
@@ -176,7 +187,7 @@ def run(system: str, fault: str, quorum_retries: int) -> dict[str, Any]:
 
 def judged(said: dict[int, list[dict[str, Any]]], struck_at: float, expected: list[int], fault: str) -> dict[str, Any]:
     """Return what a fault has cost those whom it did not befall."""
-    survivors = [worker for worker in said if worker != VICTIM or fault in ("nothing", "store")]
+    survivors = [worker for worker in said if worker != VICTIM or fault in ("nothing", "store", "everything")]
     pauses = [pause for worker in survivors for at, pause in _pauses(said[worker])]
     after = [pause for worker in survivors for at, pause in _pauses(said[worker]) if at >= struck_at]
     ends = [said[worker][-1] for worker in expected if _ended(said[worker])]
@@ -221,7 +232,7 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--quorum-retries", type=int, default=0, help="torchft's")
+    parser.add_argument("--quorum-retries", type=int, default=0, help="torchft's; noted in the name")
     parser.add_argument("--out", type=Path, default=Path("lab/results/recovery.json"))
     given = parser.parse_args()
     told: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
@@ -229,7 +240,8 @@ def main() -> int:
         for fault in given.faults:
             for _ in range(given.runs):
                 found = run(system, fault, given.quorum_retries)
-                told.setdefault(system, {}).setdefault(fault, []).append(found)
+                name = f"{system}, quorum_retries={given.quorum_retries}" if given.quorum_retries else system
+                told.setdefault(name, {}).setdefault(fault, []).append(found)
                 print(system, fault, json.dumps(found), flush=True)
                 given.out.parent.mkdir(parents=True, exist_ok=True)
                 given.out.write_text(json.dumps(told, indent=1) + "\n")

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,38 @@ PATIENCE_S = 3.0
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
+@dataclass
 class System:
-    """How far the training is, and what is done after each step of the optimizer."""
+    """How far the training is, what is done after each step of the optimizer, and whose method begins a transfer."""
 
-    def __init__(self, progress: Callable[[], int], step: Callable[[], None], finish: Callable[[], None]) -> None:
-        self.progress, self.step, self.finish = progress, step, finish
+    progress: Callable[[], int]
+    step: Callable[[], None]
+    finish: Callable[[], None]
+    owner: Any
+    transfer: str
+
+    def doom(self) -> None:
+        """Let this process die when the next round's transfer begins: all have agreed on who is in it by then."""
+        setattr(self.owner, self.transfer, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def cadenza(model: nn.Module, optimizer: torch.optim.Optimizer, _: argparse.Namespace) -> System:
+def cadenza(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:
     import cadenza
+    from cadenza import checkpoint
 
     logging.basicConfig(level=logging.WARNING)
     strategy = cadenza.diloco(PERIOD, outer_lr=OUTER["lr"], faults=cadenza.shrink(grace_s=PATIENCE_S))
     sync = cadenza.attach(model, optimizer, strategy, membership=cadenza.join())
-    return System(lambda: sync.clock, sync.step, sync.finish)
+    parts = {"model": model, "optimizer": optimizer, "sync": sync}
+    if given.save and (folder := checkpoint.latest(given.into)):
+        checkpoint.load(folder, **parts)
+
+    def step() -> None:
+        sync.step()
+        if given.save and sync.clock % PERIOD == 0:
+            checkpoint.save(given.into / f"step-{sync.clock}", **parts)
+
+    return System(lambda: sync.clock, step, sync.finish, sync._company, "carry")
 
 
 def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:
@@ -74,7 +93,10 @@ def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.
         manager.shutdown(wait=False)
         store.port  # noqa: B018 - it must live until here
 
-    return System(lambda: manager.current_step() * PERIOD + method._local_step, lambda: None, finish)
+    def progress() -> int:
+        return manager.current_step() * PERIOD + method._local_step
+
+    return System(progress, lambda: None, finish, manager, "allreduce")
 
 
 def torchrun(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:
@@ -95,7 +117,10 @@ def torchrun(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse
             torch.save({"model": model.state_dict(), "step": averager.step}, f"{checkpoint}.part")
             os.replace(f"{checkpoint}.part", checkpoint)
 
-    return System(lambda: averager.step, step, lambda: averager.average_parameters(model.parameters()))
+    def finish() -> None:
+        averager.average_parameters(model.parameters())
+
+    return System(lambda: averager.step, step, finish, dist, "all_reduce")
 
 
 def main() -> None:
@@ -105,11 +130,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--quorum-retries", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="torchrun's workers always do")
     parser.add_argument("--into", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     poisoned: list[int] = []
+    doomed: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: poisoned.append(1))
+    signal.signal(signal.SIGUSR2, lambda *_: doomed.append(1))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -131,6 +159,8 @@ def main() -> None:
                 poisoned.clear()
                 with torch.no_grad():
                     next(model.parameters()).fill_(float("nan"))
+            if doomed:
+                system.doom()
             optimizer.step()
             time.sleep(given.step_s)
             system.step()
