@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 
@@ -32,7 +31,6 @@ from cadenza.levels import LevelGroup
 from cadenza.membership import Call, Membership
 from cadenza.membership.generations import Generation, assemble
 from cadenza.membership.meetings import KEPT, Guest, MeetingFailedError, Roster, clean_up, hold, told
-from cadenza.membership.roll import Roll
 from cadenza.poison import judge
 from cadenza.rounds import Passage
 from cadenza.state import Held
@@ -278,7 +276,6 @@ class Company:
 
     def _assemble(self, place: str, roster: Roster, members: tuple[int, ...] | None = None) -> Generation:
         members = members or roster.members
-        roll = self.membership.roll
         return assemble(
             self._lines[0],
             self.membership.seal,
@@ -286,7 +283,7 @@ class Company:
             members=members,
             worker=self.worker,
             timeout_s=self._limit_s(roster),
-            missing=lambda: roll.silent().intersection(members),
+            missing=lambda: self._missing(roster).intersection(members),
         )
 
     def _catch_up(self, sync: Held, roster: Roster) -> None:
@@ -328,7 +325,7 @@ class Company:
 
     def carry(self, call: Call, fly: Callable[[], Passage]) -> Passage | Lost:
         """Send the values of a round, and vote on it."""
-        roster, roll = self._roster, self.membership.roll
+        roster = self._roster
         limit_s = self._limit_s(roster)
 
         def vote(store: dist.Store) -> Vote:
@@ -347,9 +344,10 @@ class Company:
             abort()
             raise
         else:
-            missing = partial(_any_missing, set(roster.members), roll)
             try:
-                committed = self._lines[1].call(lambda store: vote(store).ready(missing), timeout_s=limit_s + 5)
+                committed = self._lines[1].call(
+                    lambda store: vote(store).ready(lambda: bool(self._missing(roster))), timeout_s=limit_s + 5
+                )
             except StoreLostError as error:
                 self.behind = True  # the others may have seen it pass
                 return Lost(f"the vote could not be ended: {error}")
@@ -357,10 +355,10 @@ class Company:
                 return passage
             reason = "another worker failed, or did not come to the vote"
             self._part()
-            return Lost(reason, tuple(sorted(roll.silent().intersection(roster.members))))
+            return Lost(reason, tuple(sorted(self._missing(roster))))
         abort()
         self._part()
-        return Lost(reason, tuple(sorted(roll.silent().intersection(roster.members))), poisoned)
+        return Lost(reason, tuple(sorted(self._missing(roster))), poisoned)
 
     def judge(self, headers: list[Header]) -> list[Header]:
         """Take the weight from contributions that would do harm, or refuse the round for them."""
@@ -409,6 +407,12 @@ class Company:
             self._generation.close()
             self._generation = None
 
+    def _missing(self, roster: Roster) -> set[int]:
+        """Return members of the round that will not come any more, or whose place another process has taken."""
+        roll = self.membership.roll
+        told = zip(roster.members, roster.incarnations, strict=True)
+        return roll.silent().intersection(roster.members) | {w for w, one in told if not roll.is_current(w, one)}
+
     def _limit_s(self, roster: Roster) -> float:
         """Return after how long without progress a transfer has failed."""
         patience = self.policy.patience
@@ -421,7 +425,3 @@ class Company:
 def _link(chain: str, call: Call, roster: Roster) -> str:
     """Return the hash chain after one more round."""
     return hashlib.blake2b(f"{chain} {call} {roster.members}".encode(), digest_size=16).hexdigest()
-
-
-def _any_missing(members: set[int], roll: Roll) -> bool:
-    return bool(members & roll.silent())
