@@ -148,12 +148,16 @@ class Company:
     def await_call(self, *, after: Call | None) -> Call:
         """Wait until the others hold a meeting, later than the one before, and return it."""
         roll, patience_s = self.membership.roll, self.policy.patience.first_s
-        alone_since = known_since = time.monotonic()
+        alone_since = known_since = look_at = time.monotonic()
         while True:
             call = self.summons(-1)
             if call is not None and (after is None or call > after):
                 self._wait_no_more()
                 return call
+            time.sleep(_LOOK_S)
+            if time.monotonic() < look_at:
+                continue
+            look_at = time.monotonic() + roll.tick_s  # what follows asks the store of every worker
             if self._is_known_to_someone():
                 known_since = time.monotonic()
             elif time.monotonic() - known_since > self.policy.patience.grace_s:
@@ -167,7 +171,6 @@ class Company:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > patience_s:
                 raise TransportError(f"Worker {self.worker} found nobody to train with within {patience_s:g} s.")
-            time.sleep(_LOOK_S)
 
     def _is_known_to_someone(self) -> bool:
         """Say whether anyone who is there may have the state; this worker makes known that it has not."""

@@ -130,7 +130,7 @@ class Roll:
             return {w for w, beat in self._beats.items() if self._is_silent(beat)} - {self.worker}
 
     def gone(self) -> set[int]:
-        """Return those that have signed off."""
+        """Return those that have signed off, or that their supervisor saw die."""
         with self._lock:
             return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
 
