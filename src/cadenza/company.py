@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 
@@ -32,7 +31,6 @@ from cadenza.levels import LevelGroup
 from cadenza.membership import Call, Membership
 from cadenza.membership.generations import Generation, assemble
 from cadenza.membership.meetings import KEPT, Guest, MeetingFailedError, Roster, clean_up, hold, told
-from cadenza.membership.roll import Roll
 from cadenza.poison import judge
 from cadenza.rounds import Passage
 from cadenza.state import Held
@@ -43,6 +41,7 @@ __all__ = ["START", "Company", "Lost"]
 _logger = logging.getLogger("cadenza")
 
 START = Call(0)
+_LOOK_S = 0.02  # between two looks for a meeting
 _ATTEMPTS = 3  # to start together
 _STATE = 12  # times the bytes of a round may be in a state: anchor, two moments in fp32, where rounds are in 8 bits
 _MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
@@ -117,12 +116,19 @@ class Company:
             if isinstance(found, Roster):
                 self._chain = _link("", START, found)
                 return True
-            time.sleep(2 * self.membership.roll.tick_s)  # so that the latest meeting is known
+            self._look()
             if self.behind and self._start_phase() <= phase:
                 return False
             self.behind = False
             phase, reason = phase + 1, found.reason
         raise TransportError(f"The workers did not come together: {reason}.")
+
+    def _look(self) -> None:
+        """Know the latest meeting: at once if the others are beyond this one, else after a pause."""
+        if not self.behind:
+            time.sleep(2 * self.membership.roll.tick_s)
+        with suppress(StoreLostError):
+            self.membership.roll.glance()
 
     def _start_phase(self) -> int:
         """Return which attempt to start together is under way; -1 if there is none, or training has begun."""
@@ -134,7 +140,7 @@ class Company:
         roll = self.membership.roll
         if roll.replaced:
             raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
-        latest = roll.latest
+        latest, roll.eager = roll.latest, self.behind or self.new
         if not (self.behind or self.new) or latest is None or latest.step == 0:
             return None
         return latest if latest.step > step or self.new else None
@@ -142,12 +148,16 @@ class Company:
     def await_call(self, *, after: Call | None) -> Call:
         """Wait until the others hold a meeting, later than the one before, and return it."""
         roll, patience_s = self.membership.roll, self.policy.patience.first_s
-        alone_since = known_since = time.monotonic()
+        alone_since = known_since = look_at = time.monotonic()
         while True:
             call = self.summons(-1)
             if call is not None and (after is None or call > after):
                 self._wait_no_more()
                 return call
+            time.sleep(_LOOK_S)
+            if time.monotonic() < look_at:
+                continue
+            look_at = time.monotonic() + roll.tick_s  # what follows asks the store of every worker
             if self._is_known_to_someone():
                 known_since = time.monotonic()
             elif time.monotonic() - known_since > self.policy.patience.grace_s:
@@ -161,7 +171,6 @@ class Company:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > patience_s:
                 raise TransportError(f"Worker {self.worker} found nobody to train with within {patience_s:g} s.")
-            time.sleep(roll.tick_s)
 
     def _is_known_to_someone(self) -> bool:
         """Say whether anyone who is there may have the state; this worker makes known that it has not."""
@@ -222,7 +231,7 @@ class Company:
             )
         except MeetingFailedError as error:
             if error.behind and not self.behind:
-                self.behind, self._late_s = True, max(0.001, time.time() - began)
+                self.behind, self._late_s = True, 0.0 if self.new else max(0.001, time.time() - began)
             return Lost(str(error), error.absent)
         except StoreLostError as error:
             self.behind = True
@@ -270,7 +279,6 @@ class Company:
 
     def _assemble(self, place: str, roster: Roster, members: tuple[int, ...] | None = None) -> Generation:
         members = members or roster.members
-        roll = self.membership.roll
         return assemble(
             self._lines[0],
             self.membership.seal,
@@ -278,7 +286,7 @@ class Company:
             members=members,
             worker=self.worker,
             timeout_s=self._limit_s(roster),
-            missing=lambda: roll.silent().intersection(members),
+            missing=lambda: self._missing(roster).intersection(members),
         )
 
     def _catch_up(self, sync: Held, roster: Roster) -> None:
@@ -320,7 +328,7 @@ class Company:
 
     def carry(self, call: Call, fly: Callable[[], Passage]) -> Passage | Lost:
         """Send the values of a round, and vote on it."""
-        roster, roll = self._roster, self.membership.roll
+        roster = self._roster
         limit_s = self._limit_s(roster)
 
         def vote(store: dist.Store) -> Vote:
@@ -339,9 +347,10 @@ class Company:
             abort()
             raise
         else:
-            missing = partial(_any_missing, set(roster.members), roll)
             try:
-                committed = self._lines[1].call(lambda store: vote(store).ready(missing), timeout_s=limit_s + 5)
+                committed = self._lines[1].call(
+                    lambda store: vote(store).ready(lambda: bool(self._missing(roster))), timeout_s=limit_s + 5
+                )
             except StoreLostError as error:
                 self.behind = True  # the others may have seen it pass
                 return Lost(f"the vote could not be ended: {error}")
@@ -349,10 +358,10 @@ class Company:
                 return passage
             reason = "another worker failed, or did not come to the vote"
             self._part()
-            return Lost(reason, tuple(sorted(roll.silent().intersection(roster.members))))
+            return Lost(reason, tuple(sorted(self._missing(roster))))
         abort()
         self._part()
-        return Lost(reason, tuple(sorted(roll.silent().intersection(roster.members))), poisoned)
+        return Lost(reason, tuple(sorted(self._missing(roster))), poisoned)
 
     def judge(self, headers: list[Header]) -> list[Header]:
         """Take the weight from contributions that would do harm, or refuse the round for them."""
@@ -401,6 +410,12 @@ class Company:
             self._generation.close()
             self._generation = None
 
+    def _missing(self, roster: Roster) -> set[int]:
+        """Return members of the round that will not come any more, or whose place another process has taken."""
+        roll = self.membership.roll
+        told = zip(roster.members, roster.incarnations, strict=True)
+        return roll.silent().intersection(roster.members) | {w for w, one in told if not roll.is_current(w, one)}
+
     def _limit_s(self, roster: Roster) -> float:
         """Return after how long without progress a transfer has failed."""
         patience = self.policy.patience
@@ -413,7 +428,3 @@ class Company:
 def _link(chain: str, call: Call, roster: Roster) -> str:
     """Return the hash chain after one more round."""
     return hashlib.blake2b(f"{chain} {call} {roster.members}".encode(), digest_size=16).hexdigest()
-
-
-def _any_missing(members: set[int], roll: Roll) -> bool:
-    return bool(members & roll.silent())

@@ -16,7 +16,8 @@ from cadenza.membership.store import Line, serve
 from support.faults import LEASE_S, PHASES, QUICK, arm, stop_for, train
 from support.ranks import RankPool
 
-PERIOD, STEPS, WORKERS = 5, 150, 4
+PERIOD, STEPS, WORKERS = 5, 240, 4
+STRUCK = 120  # until then; whoever takes a dead worker's place must find the others
 Plan = dict[int, dict[int, Callable[[Any], None]]]
 
 
@@ -30,7 +31,7 @@ def plan(seed: int) -> tuple[Plan, list[int]]:
     dice = random.Random(seed)
     acts: Plan = {worker: {} for worker in range(WORKERS)}
     alive, dead = list(range(WORKERS)), []
-    for step in range(2 * PERIOD, STEPS - 6 * PERIOD, 4 * PERIOD):
+    for step in range(2 * PERIOD, STRUCK, 4 * PERIOD):
         what, worker = dice.choice(("kill", "stop", "poison")), dice.choice(alive)
         if what == "kill" and len(dead) < 2:
             acts[worker][step] = arm(dice.choice(PHASES))

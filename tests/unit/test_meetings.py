@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import cadenza
-from cadenza.membership.meetings import Guest, MeetingFailedError, Roster, propose
+from cadenza.membership.meetings import Guest, MeetingFailedError, Roster, _obeyed, propose
 from cadenza.membership.roll import Call
 from cadenza.membership.seal import Seal
 
@@ -32,6 +33,15 @@ def test_all_that_are_expected_hold_the_round_at_once() -> None:
     roster = proposed(*map(guest, ALL))
     assert roster is not None
     assert (roster.members, roster.leader, roster.behind, roster.absent) == (ALL, 0, (), ())
+
+
+def test_a_process_that_took_the_place_of_a_dead_one_is_not_the_one_on_the_roster() -> None:
+    roster = proposed(*map(guest, ALL))
+    assert roster is not None
+    assert _obeyed(roster, guest(2)) is roster
+    with pytest.raises(MeetingFailedError, match="an earlier process in this worker's place") as caught:
+        _obeyed(roster, replace(new(2), incarnation="another"))
+    assert caught.value.behind, "it has nothing of what the others hold: it must catch up first"
 
 
 def test_a_worker_that_is_alive_is_waited_for_until_the_time_is_up() -> None:
@@ -122,7 +132,7 @@ def test_a_group_is_kept_only_if_it_works_for_all_and_is_of_the_same_members() -
 
 
 def test_a_roster_survives_the_store() -> None:
-    roster = Roster(ALL, 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, level=True, decided_at=2.0)
+    roster = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, level=True, decided_at=2.0)
     assert Roster.unpack(roster.pack()) == roster
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping
 
 from cadenza.errors import NotInitializedError, StoreLostError
@@ -20,6 +21,8 @@ from cadenza.membership.seal import Seal
 from cadenza.membership.store import Line
 
 __all__ = ["Call", "Membership", "join"]
+
+_AGAIN_S = 0.1  # between two attempts to reach a store
 
 
 class Membership:
@@ -32,16 +35,23 @@ class Membership:
     """
 
     def __init__(
-        self, address: str, worker: int, workers: int, *, job: str, secret: str | None, lease_s: float
+        self, address: str, worker: int, workers: int, *, job: str, secret: str | None, lease_s: float, wait_s: float
     ) -> None:
         self.worker, self.workers, self.job = worker, workers, job
         self.seal = Seal(job, secret=secret)
         self._address = address
         self.roll = Roll(self.line(), worker, self.seal, lease_s=lease_s)
-        try:
-            self.roll.start()
-        except StoreLostError as error:
-            raise StoreLostError(f"{error} Start it with python -m cadenza.membership, or wait for it.") from None
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self.roll.start()
+                return
+            except StoreLostError as error:
+                if time.monotonic() >= deadline:
+                    self.roll.close()
+                    told = f"{error} Nobody answered for {wait_s:g} s. Start it with python -m cadenza.membership."
+                    raise StoreLostError(told) from None
+            time.sleep(_AGAIN_S)
 
     def line(self) -> Line:
         """Return a new line to the store; a thread that waits on it keeps no other one waiting."""
@@ -60,6 +70,7 @@ def join(
     job: str | None = None,
     secret: str | None = None,
     lease_s: float = 1.0,
+    wait_s: float = 30.0,
 ) -> Membership:
     """Sign on as a worker of a job whose rounds may fail; pass the result to `attach`.
 
@@ -70,6 +81,7 @@ def join(
         job: The job's name, if several use one store; by default ``CADENZA_JOB``.
         secret: A word that only this job's workers know; by default ``CADENZA_SECRET``. Without it, anyone may join.
         lease_s: After so long without a heart-beat a worker counts as gone.
+        wait_s: How long a store that is not there yet, or just being started again, is waited for.
 
     >>> join("nowhere", worker=0, workers=1)
     Traceback (most recent call last):
@@ -84,6 +96,7 @@ def join(
         job=job or known.get("CADENZA_JOB", "job"),
         secret=secret if secret is not None else known.get("CADENZA_SECRET"),
         lease_s=_lease(lease_s),
+        wait_s=wait_s,
     )
 
 

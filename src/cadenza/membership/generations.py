@@ -7,6 +7,7 @@ group, nobody else keeps a reference, and the next one is made from nothing.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,6 +27,7 @@ __all__ = ["Generation", "assemble"]
 
 _CPU = torch.device("cpu")
 _DROP_S = 2.0
+_OUR_REFERENCES = 2  # the list's, and that of the call that counts them
 
 
 class Generation:
@@ -65,7 +67,9 @@ class Generation:
         self.transport.abandon()
         held = [self._group]
         self._group = None
-        gc.collect()
+        gc.collect(1)  # what a failure has just left; a full collection takes tenths of a second beside torch
+        if sys.getrefcount(held[0]) > _OUR_REFERENCES:
+            gc.collect()
         burial = threading.Thread(target=held.clear, name="cadenza burial", daemon=True)
         burial.start()  # it waits for pending collectives, which end at their time-outs
         burial.join(_DROP_S)

@@ -77,6 +77,8 @@ class Roster:
     """Who holds a round together; without members the round is skipped.
 
     Attributes:
+        incarnations: Which processes of theirs, in the same order: one that has taken a dead one's place since is not
+            meant, and knows nothing of what the dead one knew.
         leader: The one whose state the others must have.
         behind: Members that must take the leader's state first.
         absent: Who was expected and did not come.
@@ -88,6 +90,7 @@ class Roster:
     """
 
     members: tuple[int, ...]
+    incarnations: tuple[str, ...] = ()
     leader: int = -1
     behind: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
@@ -103,7 +106,7 @@ class Roster:
     @classmethod
     def unpack(cls, text: str) -> Roster:
         told = json.loads(text)
-        for name in ("members", "behind", "absent"):
+        for name in ("members", "incarnations", "behind", "absent"):
             told[name] = tuple(told[name])
         for name in ("turned_away", "late"):
             told[name] = {int(key): value for key, value in (told[name] or {}).items()}
@@ -164,7 +167,17 @@ def propose(
     late = {worker: guests[worker].late_s for worker in sorted(members) if guests[worker].late_s}
     groups = {guests[worker].generation for worker in members}
     keep = len(groups) == 1 and "" not in groups and leader is not None and set(leader.last) == members
-    return Roster(tuple(sorted(members)), first, tuple(behind), absent, turned_away, late, keep, guests[first].level)
+    return Roster(
+        tuple(sorted(members)),
+        tuple(guests[worker].incarnation for worker in sorted(members)),
+        first,
+        tuple(behind),
+        absent,
+        turned_away,
+        late,
+        keep,
+        guests[first].level,
+    )
 
 
 def hold(
@@ -243,7 +256,9 @@ def _obeyed(roster: Roster, me: Guest) -> Roster:
             "worker the same model, strategy and version."
         )
     if me.worker in roster.members:
-        return roster
+        if roster.incarnations[roster.members.index(me.worker)] == me.incarnation:
+            return roster
+        raise MeetingFailedError("the round is held with an earlier process in this worker's place", behind=True)
     if not roster.members:
         raise MeetingFailedError(f"{told(roster.absent)} did not come", absent=roster.absent)
     raise MeetingFailedError(

@@ -2,7 +2,7 @@
 
 A beat is a number in the store that changes. A worker whose number has not changed for a lease, by this worker's own
 clock, counts as gone; whoever is stopped, cut off or dead looks the same. Time in which this process itself stood still
-does not count against the others.
+does not count against the others. A process that has died is known at once, by its life line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
+from cadenza.membership.lifelines import LifeLines
 from cadenza.membership.seal import Seal
 from cadenza.membership.store import Line, append
 
@@ -28,6 +29,8 @@ _logger = logging.getLogger("cadenza")
 
 _BEATS = 5  # in a lease
 _GONE = "gone"
+_PROOF = 3  # changes of a beat that show that a worker is alive whose line has ended; two may have been under way
+_GLANCE_S = 0.02  # between two looks for the next meeting
 
 
 @dataclass(frozen=True, order=True)
@@ -56,10 +59,19 @@ class Call:
 class _Beat:
     value: str = ""
     silent_s: float = 0.0
+    doubt: int = 0  # changes that are still wanted since its life line has ended
 
     @property
     def left(self) -> bool:
         return self.value.endswith(_GONE)
+
+    def hear(self, value: str, elapsed: float) -> None:
+        if value == self.value:
+            self.silent_s += elapsed
+            return
+        if value.split(" ")[0] != self.value.split(" ")[0]:
+            self.doubt = 0  # another process
+        self.value, self.silent_s, self.doubt = value, 0.0, max(0, self.doubt - 1)
 
 
 class Roll:
@@ -71,6 +83,7 @@ class Roll:
         latest: The latest meeting that anyone has come to, as of the last beat.
         replaced: Whether another process has taken this worker's place.
         losses: How often the store was lost: connections made before are of no use.
+        eager: Whether the next meeting is to be known at once, not only at the next beat.
     """
 
     def __init__(self, line: Line, worker: int, seal: Seal, *, lease_s: float) -> None:
@@ -81,6 +94,7 @@ class Roll:
         self.latest: Call | None = None
         self.replaced = False
         self.losses = 0
+        self.eager = False
         self._lease_s = lease_s
         self._line = line
         self._beats: dict[int, _Beat] = {}
@@ -90,6 +104,9 @@ class Roll:
         self._lock = threading.Lock()
         self._number = 0
         self._seen_at = time.monotonic()
+        self._life: LifeLines | None = None
+        with contextlib.suppress(OSError):  # without them there is the lease
+            self._life = LifeLines(line.own_host(), self._line_ended)
         self._thread = threading.Thread(target=self._beat_on, name="cadenza roll", daemon=True)
 
     @property
@@ -110,10 +127,10 @@ class Roll:
     def silent(self) -> set[int]:
         """Return those of which it is known that they do not beat any more."""
         with self._lock:
-            return {w for w, b in self._beats.items() if b.silent_s > self._lease_s or b.left} - {self.worker}
+            return {w for w, beat in self._beats.items() if self._is_silent(beat)} - {self.worker}
 
     def gone(self) -> set[int]:
-        """Return those that have signed off, or that somebody saw die."""
+        """Return those that have signed off, or that their supervisor saw die."""
         with self._lock:
             return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
 
@@ -132,16 +149,30 @@ class Roll:
     def close(self) -> None:
         """Sign off."""
         self._ended.set()
-        self._thread.join(timeout=self.tick_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout=self.tick_s)
         if self.connected and not self.replaced:
             with contextlib.suppress(StoreLostError):
                 self._line.call(lambda store: store.set(_key(self.worker), f"{self.incarnation} {_GONE}"), timeout_s=1)
         self._line.close()
+        if self._life is not None:
+            self._life.close()
+
+    def _is_silent(self, beat: _Beat) -> bool:
+        return beat.silent_s > self._lease_s or beat.doubt > 0 or beat.left
+
+    def _line_ended(self, worker: int, incarnation: str) -> None:
+        with self._lock:
+            if self._incarnations.get(worker) == incarnation:
+                self._beats[worker].doubt = _PROOF
 
     def _beat_on(self) -> None:
-        while not self._ended.wait(self.tick_s):
+        while not self._ended.wait(min(_GLANCE_S, self.tick_s) if self.eager else self.tick_s):
             try:
-                self._tick()
+                if self.eager and self.connected and time.monotonic() - self._seen_at < self.tick_s:
+                    self.glance()
+                else:
+                    self._tick()
             except (StoreLostError, ValueError) as error:  # or somebody has written nonsense into it
                 if self.connected:
                     self.losses += 1
@@ -155,14 +186,23 @@ class Roll:
         with self._lock:
             self._incarnations = {entry[0]: entry[1] for entry in registry}
             for worker, value in beats.items():
-                beat = self._beats.setdefault(worker, _Beat())
-                beat.silent_s = 0.0 if value != beat.value else beat.silent_s + elapsed
-                beat.value = value
-        self.latest = Call.parse(latest) if latest else None
+                self._beats.setdefault(worker, _Beat()).hear(value, elapsed)
+            alive = {worker for worker, beat in self._beats.items() if not self._is_silent(beat)} - {self.worker}
+        self._note(latest)
+        if self._life is not None:
+            told = {entry[0]: (entry[1], entry[2]) for entry in registry}
+            self._life.watch({worker: told[worker] for worker in alive & told.keys() if told[worker][1]})
         self.replaced = self._incarnations.get(self.worker, self.incarnation) != self.incarnation
         if not self.connected and self._thread.is_alive():
             _logger.warning("Worker %d has reached the store again.", self.worker)
         self.connected = True
+
+    def glance(self) -> None:
+        """See which meeting is the latest."""
+        self._note(bytes(self._line.call(lambda store: store.get("latest"))).decode())
+
+    def _note(self, latest: str) -> None:
+        self.latest = Call.parse(latest) if latest else None
 
     def _exchange(self, store: dist.Store) -> tuple[list[list[Any]], str, dict[int, str]]:
         """Beat, and return who has signed on, the latest meeting and all beats."""
@@ -170,17 +210,18 @@ class Roll:
         store.set(_key(self.worker), f"{self.incarnation} {self._number}")
         if not self._signed_on:
             append(store, "latest", "")
-            if [self.worker, self.incarnation] not in self._registry(store):
-                entry = self._seal.close(json.dumps([self.worker, self.incarnation]), "registry")
+            me = [self.worker, self.incarnation, self._life.address if self._life is not None else ""]
+            if me not in self._registry(store):
+                entry = self._seal.close(json.dumps(me), "registry")
                 append(store, "registry", entry + "\n")
             self._signed_on = True
         registry = self._registry(store)
-        others = sorted({worker for worker, _ in registry})
+        others = sorted({entry[0] for entry in registry})
         latest, *beats = (bytes(text).decode() for text in store.multi_get(["latest", *map(_key, others)]))
         return registry, latest, dict(zip(others, beats, strict=True))
 
     def _registry(self, store: dist.Store) -> list[list[Any]]:
-        """Return who has signed on with this job's seal: number and incarnation."""
+        """Return who has signed on with this job's seal: number, incarnation, and the address of its life line."""
         if not store.check(["registry"]):
             return []
         lines = bytes(store.get("registry")).decode().splitlines()

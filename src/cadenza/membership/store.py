@@ -84,6 +84,13 @@ class Line:
             self._give_up(work)
             raise
 
+    def own_host(self) -> str:
+        """Return the address that this host has towards the store; nothing is sent."""
+        family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.connect(address)
+            return str(trial.getsockname()[0])
+
     def close(self) -> None:
         """Let the connection go."""
         with self._lock:

@@ -1,0 +1,190 @@
+"""Life lines: an open connection to every other worker, over which nothing is sent; it ends when its process does.
+
+A killed process says nothing, but its kernel closes its connections at once, long before a lease has run out. A host
+that is cut off or loses its power closes nothing: there the lease decides. A line that was lost without a death does no
+harm: the next beats show that the worker is alive, and it is connected again.
+
+>>> seen = []
+>>> with LifeLines("127.0.0.1", lambda worker, incarnation: seen.append(worker)) as ours:
+...     theirs = LifeLines("127.0.0.1", lambda *_: None)
+...     ours.watch({1: ("a7", theirs.address)})
+...     while not ours.watched:
+...         time.sleep(0.01)
+...     theirs.close()  # as its kernel would
+...     while not seen:
+...         time.sleep(0.01)
+>>> seen
+[1]
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+__all__ = ["LifeLines"]
+
+_MOST = 1024  # connections that are accepted; more would come from strangers
+_AGAIN_S = 2.0  # until a connection that could not be made is tried again
+
+Peer = tuple[int, str]  # number and incarnation
+
+
+class LifeLines:
+    """This worker's lines to the others.
+
+    Attributes:
+        address: Where the others find this worker.
+        watched: The workers, by number and incarnation, to which there is a line now.
+
+    Args:
+        host: The address at which the others reach this worker.
+        died: Called on another thread with the number and the incarnation of a worker whose line has ended.
+    """
+
+    def __init__(self, host: str, died: Callable[[int, str], None]) -> None:
+        self._died = died
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self._listener.setblocking(False)
+        self.address = _told(host, self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waker, self._wake = socket.socketpair()
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._wanted: dict[Peer, str] = {}
+        self._lines: dict[Peer, socket.socket] = {}
+        self._tried_at: dict[Peer, float] = {}
+        self.watched: frozenset[Peer] = frozenset()
+        self._accepted: set[socket.socket] = set()
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, name="cadenza life lines", daemon=True)
+        self._thread.start()
+
+    def watch(self, peers: Mapping[int, tuple[str, str]]) -> None:
+        """Have a line to each of these workers, told by number as incarnation and address, and to no others."""
+        wanted = {(worker, incarnation): address for worker, (incarnation, address) in peers.items()}
+        with self._lock:
+            now = time.monotonic()
+            waiting = [p for p in wanted if p not in self._lines and now - self._tried_at.get(p, -_AGAIN_S) >= _AGAIN_S]
+            changed = waiting or self._wanted != wanted
+            self._wanted = wanted
+        if changed:
+            self._stir()
+
+    def close(self) -> None:
+        """End all lines; to the others it looks as if this worker had died."""
+        self._ended = True
+        self._stir()
+        self._thread.join(timeout=1.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stir(self) -> None:
+        with suppress(OSError):
+            self._wake.send(b".")
+
+    # ---- on the thread ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._ended:
+                for key, events in self._selector.select():
+                    self._attend(key.fileobj, key.data, events)  # type: ignore[arg-type]
+                self._connect()
+        finally:
+            for connection in (*self._lines.values(), *self._accepted, self._listener, self._waker, self._wake):
+                connection.close()
+            self._selector.close()
+
+    def _attend(self, connection: socket.socket, peer: Peer | None, events: int) -> None:
+        if connection is self._listener:
+            self._accept()
+        elif connection is self._waker:
+            with suppress(OSError):
+                connection.recv(4096)
+        elif events & selectors.EVENT_WRITE and peer is not None:
+            self._made(connection, peer)
+        elif _has_ended(connection):
+            self._let_go(connection, peer)
+            if peer is not None:
+                self._died(*peer)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            if len(self._accepted) >= _MOST:
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._accepted.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _connect(self) -> None:
+        """Begin the connections that are wanted, and end those that are not wanted any more."""
+        now = time.monotonic()
+        with self._lock:
+            wanted = dict(self._wanted)
+        for peer in self._lines.keys() - wanted.keys():
+            self._let_go(self._lines[peer], peer)
+        for peer in wanted.keys() - self._lines.keys():
+            if now - self._tried_at.get(peer, -_AGAIN_S) < _AGAIN_S:
+                continue
+            self._tried_at[peer] = now
+            host, _, port = wanted[peer].rpartition(":")
+            host = host.strip("[]")
+            connection = socket.socket(_family(host), socket.SOCK_STREAM)
+            connection.setblocking(False)
+            if connection.connect_ex((host, int(port))) not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+                connection.close()
+                continue
+            self._lines[peer] = connection
+            self._selector.register(connection, selectors.EVENT_WRITE, peer)
+
+    def _made(self, connection: socket.socket, peer: Peer) -> None:
+        """Watch a connection that has been made, or forget one that could not be: that is no sign of death."""
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._let_go(connection, peer)
+        else:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._selector.modify(connection, selectors.EVENT_READ, peer)
+            self.watched |= {peer}
+
+    def _let_go(self, connection: socket.socket, peer: Peer | None) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        self._accepted.discard(connection)
+        if peer is not None:
+            self._lines.pop(peer, None)
+            self.watched -= {peer}
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Tell whether a connection that can be read has ended; nobody sends anything over it."""
+    try:
+        return not connection.recv(64)
+    except BlockingIOError:
+        return False
+    except OSError:  # reset, or timed out: only its beats can tell now
+        return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _told(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
