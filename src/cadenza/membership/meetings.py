@@ -210,6 +210,7 @@ def hold(
         guests = line.call(lambda store: _guests(store, base, seal, call))
         current = {w: guest for w, guest in guests.items() if roll.is_current(w, guest.incarnation)}
         waited_s = time.monotonic() - started
+        hopeful = roll.doubted()  # asked before the others' deaths are, which may be told in between
         try:
             proposal = propose(
                 current,
@@ -221,11 +222,13 @@ def hold(
                 time_is_up=waited_s >= patience_s,
             )
         except MeetingFailedError:
-            text = line.call(lambda store: _leave(store, base, me, seal, call))
-            if text is None:
-                raise
-            break
-        if proposal is not None:
+            proposal = None
+            if not hopeful:
+                text = line.call(lambda store: _leave(store, base, me, seal, call))
+                if text is None:
+                    raise
+                break
+        if proposal is not None and (proposal.members or not hopeful):
             proposal = replace(proposal, decided_at=time.time())
             text = line.call(partial(_decide, f"{base}/roster", seal.close(proposal.pack(), f"roster {call}")))
         elif waited_s >= 3 * patience_s:

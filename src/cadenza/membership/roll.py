@@ -134,6 +134,14 @@ class Roll:
         with self._lock:
             return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
 
+    def doubted(self) -> set[int]:
+        """Return those whose life line has ended, but of whom neither a lease nor a supervisor has said more yet.
+
+        A round can go on without them; to give it up because of them would be too early.
+        """
+        with self._lock:
+            return {w for w, b in self._beats.items() if b.doubt and b.silent_s <= self._lease_s and not b.left}
+
     def alive(self) -> dict[int, str]:
         """Return those that beat, this worker among them, each with what tells its process from others."""
         silent = self.silent()
