@@ -13,7 +13,7 @@ import torch
 
 import cadenza
 from cadenza.membership.store import Line, serve
-from support.faults import LEASE_S, PHASES, QUICK, arm, stop_for, train
+from support.faults import LEASE_S, PHASES, QUICK, arm, kill, stop_for, train
 from support.ranks import RankPool
 
 PERIOD, STEPS, WORKERS = 5, 240, 4
@@ -35,6 +35,7 @@ def plan(seed: int) -> tuple[Plan, list[int]]:
         what, worker = dice.choice(("kill", "stop", "poison")), dice.choice(alive)
         if what == "kill" and len(dead) < 2:
             acts[worker][step] = arm(dice.choice(PHASES))
+            acts[worker][step + 2 * PERIOD] = kill  # if that round was another one's, with a group made anew
             dead.append(worker)
             alive.remove(worker)  # the one that takes its place has no plan
         elif what == "stop":
