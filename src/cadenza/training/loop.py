@@ -23,7 +23,7 @@ from cadenza.training.config import Config
 from cadenza.training.evaluation import held_out_loss, sum_over_workers
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter
-from cadenza.training.recording import Recorder, open_board, write_start
+from cadenza.training.recording import Recorder, open_board, summary, write_start
 from cadenza.training.runs import Run, open_run, write_model
 from cadenza.training.stepping import Stepper, is_due
 from cadenza.training.stopping import Stopper
@@ -203,24 +203,10 @@ class _Loop:
         losses, count, samples = sum_over_workers(sum(recorder.losses), len(recorder.losses), recorder.samples)
         if self.leads:
             prune(self.run, self.config.checkpoint.keep)
-            self.run.write_summary(
-                {
-                    "status": status,
-                    "strategy": self.config.strategy.name,
-                    "codec": None if self.job.is_ddp else self.sync.strategy.levels[-1].codec.name,
-                    "workers": self.job.workers,
-                    "steps": step,
-                    "seconds": recorder.elapsed,
-                    "held_out": recorder.held_out,
-                    "training_loss": losses / count if count else None,
-                    "bytes_sent": recorder.bytes_sent,
-                    "ddp_bytes": self.job.gradient_bytes * step,
-                    "stall_s": recorder.stall_s,
-                    "rounds": recorder.rounds,
-                    "parameters": self.job.parameters,
-                    "samples_per_s": samples / max(recorder.elapsed, 1e-9),
-                }
+            told = summary(
+                self.job, recorder, status, workers=self.job.workers, losses=losses, count=count, samples=samples
             )
+            self.run.write_summary(told)
         recorder.writer.write("end", step, status=status, error=None)
         return status
 

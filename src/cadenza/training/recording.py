@@ -20,7 +20,7 @@ from cadenza.training.metrics import MetricsWriter, Stopwatch
 from cadenza.training.obituaries import LastWords
 from cadenza.training.runs import Run
 
-__all__ = ["Board", "Ear", "Recorder", "open_board", "write_start"]
+__all__ = ["Board", "Ear", "Recorder", "open_board", "summary", "write_start"]
 
 _BOARD_EVERY = 10  # steps between points of TensorBoard's curves of the loss
 
@@ -236,3 +236,26 @@ def write_start(job: Job, recorder: Recorder, *, resumed: bool) -> None:
         period=None if job.is_ddp else job.sync.strategy.period,
         resumed=resumed,
     )
+
+
+def summary(
+    job: Job, recorder: Recorder, status: str, *, workers: int, losses: float, count: float, samples: float
+) -> dict[str, Any]:
+    """Return what came of a run: `count` last losses, which add up to `losses`, and `samples` are of all workers."""
+    step = job.sync.clock
+    return {
+        "status": status,
+        "strategy": job.config.strategy.name,
+        "codec": None if job.is_ddp else job.sync.strategy.levels[-1].codec.name,
+        "workers": workers,
+        "steps": step,
+        "seconds": recorder.elapsed,
+        "held_out": recorder.held_out,
+        "training_loss": losses / count if count else None,
+        "bytes_sent": recorder.bytes_sent,
+        "ddp_bytes": job.gradient_bytes * step,
+        "stall_s": recorder.stall_s,
+        "rounds": recorder.rounds,
+        "parameters": job.parameters,
+        "samples_per_s": samples / max(recorder.elapsed, 1e-9),
+    }

@@ -11,9 +11,8 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-from cadenza.errors import CadenzaError, StoreLostError
+from cadenza.errors import CadenzaError
 from cadenza.membership import Membership, join
 from cadenza.training.config import Config
 from cadenza.training.evaluation import share_of_loss
@@ -22,7 +21,7 @@ from cadenza.training.metrics import MetricsWriter
 from cadenza.training.obituaries import NOTHING, last_words
 from cadenza.training.parts import PartKeeper
 from cadenza.training.randomness import seed_everything, seed_of
-from cadenza.training.recording import Ear, Recorder, open_board, write_start
+from cadenza.training.recording import Ear, Recorder, open_board, summary, write_start
 from cadenza.training.runs import Run, write_model
 from cadenza.training.shares import HeldOut
 from cadenza.training.stepping import Stepper, is_due
@@ -33,13 +32,12 @@ __all__ = ["run_tolerant_worker"]
 
 _logger = logging.getLogger("cadenza")
 
-_RETRY_S = 0.5
 _SUMMARY_S = 10.0  # for the leader to write what came of the run; then the next one does
 
 
 def run_tolerant_worker(run: Run, config: Config) -> str:
     """Train as one worker of a run whose workers come and go; return "finished", "interrupted" or "left"."""
-    membership = _join(config)
+    membership = join(lease_s=config.faults.lease_s, wait_s=config.faults.first_s)
     path = run.metrics_of(membership.worker)
     recorder = Recorder(MetricsWriter(path), recent=config.steps // 20)
     elapsed = max((last_words(other).elapsed for other in run.metrics.glob("*.jsonl")), default=0.0)
@@ -57,18 +55,6 @@ def run_tolerant_worker(run: Run, config: Config) -> str:
             text = str(error) if isinstance(error, CadenzaError) else f"{type(error).__name__}: {error}"
             recorder.writer.write("end", recorder.last_step, status="failed", error=text)
             raise
-
-
-def _join(config: Config) -> Membership:
-    """Sign on, and wait for a store that is only just starting."""
-    deadline = time.monotonic() + config.faults.first_s
-    while True:
-        try:
-            return join(lease_s=config.faults.lease_s)
-        except StoreLostError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY_S)
 
 
 class _TolerantLoop:
@@ -239,27 +225,18 @@ class _TolerantLoop:
         return self._end(status)
 
     def _write_summary(self, status: str) -> None:
-        recorder, step = self.recorder, self.sync.clock
-        losses: list[float] = list(recorder.losses)
-        summary: dict[str, Any] = {
-            "status": status,
-            "strategy": self.config.strategy.name,
-            "codec": self.sync.strategy.levels[-1].codec.name,
-            "faults": self.config.faults.policy,
-            "workers": len(self.sync.members),
-            "steps": step,
-            "seconds": recorder.elapsed,
-            "held_out": recorder.held_out,
-            "training_loss": sum(losses) / len(losses) if losses else None,
-            "bytes_sent": recorder.bytes_sent,
-            "ddp_bytes": self.job.gradient_bytes * step,
-            "stall_s": recorder.stall_s,
-            "rounds": recorder.rounds,
-            "failed_rounds": recorder.failed_rounds,
-            "parameters": self.job.parameters,
-            "samples_per_s": len(self.sync.members) * recorder.samples / max(recorder.elapsed, 1e-9),
-        }
-        self.run.write_summary(summary)
+        recorder, workers = self.recorder, len(self.sync.members)
+        told = summary(
+            self.job,
+            recorder,
+            status,
+            workers=workers,
+            losses=sum(recorder.losses),
+            count=len(recorder.losses),
+            samples=workers * recorder.samples,
+        )
+        failed = {"faults": self.config.faults.policy, "failed_rounds": recorder.failed_rounds}
+        self.run.write_summary({**told, **failed})
 
     def _end(self, status: str) -> str:
         self.ear.tell(self.recorder, self.sync.clock)
