@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
@@ -24,10 +23,9 @@ from support.commands import (
     TASK,
     Terminal,
     cadenza,
-    command,
-    environment,
     has_begun,
     processes_of,
+    started,
     wait_until,
 )
 
@@ -133,23 +131,12 @@ def test_a_second_ctrl_c_does_not_wait_for_the_workers(tmp_path: Path) -> None:
 def test_nothing_is_left_running_after_a_kill(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--workers", 1, "--steps", 100_000, *QUIET, *SLOW]
-    front = subprocess.Popen(
-        command("train", TASK, "--run", run, *flags),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
+    with started("train", TASK, "--run", run, *flags, folder=tmp_path) as front:
         wait_until(has_begun(run, 1, 2))
         agent = next(process for process in processes_of(run) if process.ppid() == front.pid)
         os.kill(front.pid if victim == "front" else agent.pid, signal.SIGKILL)
         wait_until(lambda: processes_of(run) == [])
         printed = front.communicate(timeout=PATIENCE_S)[0]
-    finally:
-        front.kill()
-        front.wait()
     if victim == "front":  # the workers still had the time to save
         assert read_metrics(run).status() == "interrupted"
     else:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,17 @@ import psutil
 import pytest
 
 from cadenza.training.runs import open_run, read_metrics
-from support.commands import PATIENCE_S, QUIET, TASK, cadenza, command, environment, has_begun, processes_of, wait_until
+from support.commands import (
+    PATIENCE_S,
+    QUIET,
+    TASK,
+    cadenza,
+    free_port,
+    has_begun,
+    processes_of,
+    started,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine takes four times as long
 
@@ -26,31 +34,6 @@ QUICK = ["--period", PERIOD, "--no-report", *QUIET, "--set", "faults.lease_s=2.0
 def slow_until(file: Path) -> list[str]:
     """Let a run take its time until a file is there."""
     return ["--set", "options.slow=-2", "--set", f"options.slow_until='{file}'"]
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
-
-
-@contextmanager
-def started(*arguments: object, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, at work; ended in any case."""
-    front = subprocess.Popen(
-        command(*arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield front
-    finally:
-        if front.poll() is None:
-            front.kill()
-        front.communicate()
 
 
 def outcome(front: subprocess.Popen[str], code: int = 0) -> str:

@@ -6,12 +6,14 @@ import fcntl
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -46,6 +48,30 @@ def cadenza(*arguments: object, folder: Path, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout
     return done.stdout
+
+
+@contextmanager
+def started(*arguments: object, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command, at work; ended in any case."""
+    front = subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield front
+    finally:
+        if front.poll() is None:
+            front.kill()
+        front.communicate()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def processes_of(run: Path) -> list[psutil.Process]:

@@ -31,6 +31,7 @@ __all__ = [
     "LinkedWorkers",
     "Told",
     "Workers",
+    "kill_with_children",
     "log_folder",
     "worker_command",
     "worker_environment",
@@ -178,19 +179,13 @@ class ElasticWorkers:
         return code == 0
 
     def processes(self) -> list[psutil.Process]:
-        try:
-            return list(psutil.Process(self._agent.pid).children())
-        except psutil.NoSuchProcess:
-            return []
+        return _children(self._agent)
 
     def ask(self, process: psutil.Process, number: int) -> None:
         process.terminate()
 
     def kill(self) -> None:
-        doomed = self.processes()
-        self._agent.kill()
-        _kill(doomed)
-        self._agent.wait()
+        kill_with_children(self._agent)
 
     def _take(self, told: Any) -> None:
         match told:
@@ -252,8 +247,19 @@ class LinkedWorkers:
             worker.wait()
 
 
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
+def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started, at once."""
+    doomed = _children(parent)
+    parent.kill()
+    for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs(doomed, timeout=10)
+    parent.wait()
+
+
+def _children(parent: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(parent.pid).children())
+    except psutil.NoSuchProcess:
+        return []

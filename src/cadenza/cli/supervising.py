@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from cadenza.cli.launching import Crash, Told, worker_command, worker_environment
+from cadenza.cli.launching import Crash, Told, kill_with_children, worker_command, worker_environment
 from cadenza.cli.rendezvous import Place, store_place
 from cadenza.cli.supervisor import Plan, Post
 from cadenza.emulation import Network
@@ -94,19 +94,7 @@ class SupervisedWorkers:
         process.send_signal(signal.SIGINT if self._several and number == signal.SIGINT else signal.SIGTERM)
 
     def kill(self) -> None:
-        doomed = self._supervisor_children()
-        self._supervisor.kill()
-        for process in doomed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(doomed, timeout=10)
-        self._supervisor.wait()
-
-    def _supervisor_children(self) -> list[psutil.Process]:
-        try:
-            return list(psutil.Process(self._supervisor.pid).children())
-        except psutil.NoSuchProcess:
-            return []
+        kill_with_children(self._supervisor)
 
     def _take(self, told: Any) -> None:
         match told:

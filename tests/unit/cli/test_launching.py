@@ -18,11 +18,7 @@ from cadenza.cli.launching import log_folder
 from cadenza.cli.rendezvous import Place, arrange, store_place
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, LaunchSettings
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+from support.commands import free_port
 
 
 def test_one_node_meets_itself_under_a_name_of_its_own() -> None:
