@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
-from cadenza.membership.store import parse_address
+from cadenza.membership.store import local_end, parse_address
 from cadenza.training.config import Config, LaunchSettings
 
 __all__ = ["Meeting", "Place", "arrange", "node_range", "store_place"]
@@ -214,12 +214,10 @@ def _answers(host: str, port: int) -> bool:
 
 def _route_to(address: str) -> str | None:
     """Return the address of this node on the way there, None if there is no way; nothing is sent."""
-    with _socket(address, socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((address, 1))
-        except OSError:
-            return None
-        return str(way.getsockname()[0])
+    try:
+        return local_end(address)
+    except OSError:
+        return None
 
 
 def _interface_of(address: str | None) -> str | None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
 from cadenza.membership.names import ask_briefly
 
-__all__ = ["Line", "append", "serve", "wait_for"]
+__all__ = ["Line", "append", "local_end", "parse_address", "serve", "wait_for"]
 
 T = TypeVar("T")
 
@@ -86,10 +86,7 @@ class Line:
 
     def own_host(self) -> str:
         """Return the address that this host has towards the store; nothing is sent."""
-        family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.connect(address)
-            return str(trial.getsockname()[0])
+        return local_end(self._host)
 
     def close(self) -> None:
         """Let the connection go."""
@@ -163,6 +160,18 @@ def wait_for(store: dist.Store, key: str, seconds: float) -> bytes | None:
         time.sleep(pause_s)
         pause_s = min(0.02, 1.5 * pause_s)
     return bytes(store.get(key))
+
+
+def local_end(target: str) -> str:
+    """Return the address of this host on the way to another, or raise OSError if there is none; nothing is sent.
+
+    >>> local_end("127.0.0.1")
+    '127.0.0.1'
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as trial:
+        trial.connect(place)
+        return str(trial.getsockname()[0])
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.cli.doctor.findings import Finding, note, ok, problem
+from cadenza.membership.store import local_end
 
 __all__ = [
     "GlooAddress",
@@ -138,10 +139,7 @@ def suggested(known: Sequence[Interface], master: str | None = None) -> str | No
 def _local_end(target: str) -> str:
     """Return the address from which packets to the target would leave; none is sent."""
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
+        return local_end(target)
     return ""
 
 
