@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from cadenza.training import Config, runs
+from cadenza.training.job import Job
 from cadenza.training.loop import run_worker
 from support import tiny_task
 from support.ranks import RankPool, outcome
@@ -200,6 +202,30 @@ def train_until_killed(folder: Path, word: Path, moment: int, after_s: float | N
     outcome(run_worker, folder)  # which may come to its end, or fail when another was killed a moment before
     word.touch()
     time.sleep(60)
+
+
+def train_until_saved(folder: Path) -> None:
+    """Train; a rank is killed in the moment at which its part of the first checkpoint is there."""
+    save = Job.save
+
+    def die(self: Job, *arguments: Any) -> int:
+        save(self, *arguments)
+        dist.barrier()  # so both parts are
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    Job.save = die  # type: ignore[method-assign] - it is gone when the process is
+    run_worker(folder)
+
+
+def test_the_lines_of_the_steps_before_a_checkpoint_are_written_before_it(ranks: RankPool, tmp_path: Path) -> None:
+    """A run that goes on from the checkpoint does not take these steps again, so nobody would tell of them."""
+    run = make(tmp_path / "run", STRATEGIES["diloco late"], checkpoint={"every": 3})
+    ranks.run(2, train_until_saved, run.folder, expect_dead={0, 1})
+    assert ranks.run(2, run_worker, run.folder) == ["finished"] * 2
+    for worker in (0, 1):
+        lines = runs.read_metrics(run.folder).of("step", worker)
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}

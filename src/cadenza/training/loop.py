@@ -176,6 +176,7 @@ class _Loop:
         if step == self.saved_at:
             return
         folder = self.run.checkpoint(step)
+        self.recorder.writer.flush()  # a run that goes on from here does not take these steps again
         size = self.job.save(folder, {"recorder": self.recorder.state_dict()})
         self.saved_at = step
         self.recorder.writer.write("checkpoint", step, path=str(folder.relative_to(self.run.folder)), bytes=size)

@@ -177,6 +177,7 @@ class _TolerantLoop:
         if step == self.saved_at or self.sync.behind:
             return
         self.saved_at = step
+        self.recorder.writer.flush()  # a run that goes on from here does not take these steps again
         try:
             size = self.parts.save(leads=self.leads, extra={"recorder": self.recorder.state_dict()})
         except OSError as error:  # a full disk, or a folder that others have deleted by now: the next one may do better
