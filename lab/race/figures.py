@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,29 +43,41 @@ class Times:
         return statistics.median(figures) if figures else None
 
     def all(self, job: Job, link: str, what: str) -> list[float]:
+        return [run[what] / job.steps for run in self._same(job, link)]
+
+    def _same(self, job: Job, link: str) -> list[dict[str, Any]]:
         key = Job.from_json(job.to_json())
-        same = [run for run in self._runs if run["link"] == link and Job(**plain(run["job"])) == key]
-        return [run[what] / job.steps for run in same]
+        return [run for run in self._runs if run["link"] == link and Job(**plain(run["job"])) == key]
 
-    def step(self, label: str, link: str, period: int | None = None, what: str = "elapsed_s") -> float | None:
-        """Return what one step takes on average.
+    def step(self, label: str, link: str, period: int | None = None) -> float | None:
+        """Return what one step takes on average: compute alone, as all runs on the link saw it, and what is above."""
+        alone, above = self.alone(link), self.above(label, link, period)
+        return None if alone is None or above is None else alone + above
 
-        Where only one period was timed, it follows from that one: the compute is the same in every step, and what is
-        above it comes once a period.
-        """
+    def above(self, label: str, link: str, period: int | None = None) -> float | None:
+        """Return what a step takes above compute alone, which every run measured beside its own steps."""
         entry = ENTRIES[label]
+
+        def figures(job: Job) -> list[float]:
+            return [run["elapsed_s"] / job.steps - run["floor_s"] for run in self._same(job, link)]
+
+        return self._by_period(entry, period, figures)
+
+    def sent(self, label: str, link: str, period: int | None = None) -> float | None:
+        """Return the bytes that a worker sends in a step on average."""
+        return self._by_period(ENTRIES[label], period, lambda job: self.all(job, link, "bytes_sent"))
+
+    def _by_period(self, entry: Entry, period: int | None, figures: Callable[[Job], list[float]]) -> float | None:
+        """Return the median of a step's figures; where only one period was timed, it comes as often as the period."""
         period = period or entry.timed_period
-        direct = self.of(plans.timed(entry, self._scale, period), link, what)
-        if direct is not None or entry.late or entry.uneven:
-            return direct
-        known = self.of(plans.timed(entry, self._scale), link, what)
-        alone = self.alone(link) if what == "elapsed_s" else 0.0
-        if known is None or alone is None:
-            return None
-        return alone + (known - alone) * entry.timed_period / period
+        timed = period if entry.each_period else entry.timed_period
+        found = figures(plans.timed(entry, self._scale, timed))
+        return statistics.median(found) * timed / period if found else None
 
     def alone(self, link: str) -> float | None:
-        return self.of(plans.timed(ENTRIES["compute alone"], self._scale), link, "elapsed_s")
+        """Return what a step of compute alone takes, by all blocks of it on a link."""
+        found = [run["floor_s"] for run in self._runs if run["link"] == link and run.get("floor_s")]
+        return statistics.median(found) if found else None
 
 
 def plain(job: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +125,8 @@ class Finish:
 def finish(label: str, link: str, job: Job, steps: float, times: Times) -> Finish | None:
     """Return how long so many steps take on a link; None if it was not timed."""
     first = min(steps, job.settings.get("gradient_steps", 0))
-    own, own_bytes = times.step(label, link, job.period), times.step(label, link, job.period, "bytes_sent")
-    alone, ddp, ddp_bytes = times.alone(link), times.step("DDP", link), times.step("DDP", link, what="bytes_sent")
+    own, own_bytes = times.step(label, link, job.period), times.sent(label, link, job.period)
+    alone, ddp, ddp_bytes = times.alone(link), times.step("DDP", link), times.sent("DDP", link)
     if own is None or own_bytes is None or alone is None or (first and (ddp is None or ddp_bytes is None)):
         return None
     seconds = (steps - first) * own + (first * ddp if first and ddp else 0.0)

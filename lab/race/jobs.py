@@ -36,6 +36,8 @@ class Job:
         steps: Steps that are measured.
         horizon: Steps that the learning rate's schedule is made for; `steps` if 0.
         warm: Steps before the clock starts: connections are made and the first round has landed.
+        floor_every: Steps between two blocks of compute alone, which a twin of the model takes in the same processes;
+            0: none. The machine's own speed changes by the minute, and less from one block to the next.
         evaluate_every: Steps between two held-out losses; 0: none. Time and bytes do not include them.
         millions: If not 0, the model is no GPT but so many million values in square matrices, with next to no
             compute: the cost of one synchronisation is what remains.
@@ -47,6 +49,7 @@ class Job:
     steps: int = 20
     horizon: int = 0
     warm: int = 2
+    floor_every: int = 0
     evaluate_every: int = 0
     windows: int = 256
     millions: float = 0

@@ -16,6 +16,7 @@ from lab.race.rivals import METHODS
 
 __all__ = ["ENTRIES", "FULL", "QUICK", "Entry", "Scale", "headline", "sites", "syncs", "timing", "training"]
 
+FEW = 20
 GRADIENT_STEPS = 24  # where a method recommends to begin with averaged gradients
 
 
@@ -28,7 +29,8 @@ class Entry:
         bits: What a value takes on the wire; with the number of workers that gives the bytes that must move.
         periods: The steps between two synchronisations that it is tried at.
         outers: The outer learning rates and momenta that it is tried at; none if it has no such thing.
-        late: Whether its rounds land some steps after their launch, while training goes on.
+        late: If its rounds land some steps after their launch, while training goes on: how many steps after the end of
+            a period the last one lands.
         uneven: Whether the cost of a period depends on its length in other ways, so that each is timed.
     """
 
@@ -38,12 +40,17 @@ class Entry:
     bits: float = 32
     periods: tuple[int, ...] = (4, 16, 64)
     outers: tuple[tuple[float, float], ...] = ()
-    late: bool = False
+    late: int | None = None
     uneven: bool = False
 
     @property
     def timed_period(self) -> int:
         return 1 if METHODS[self.method].sends_gradients else 16
+
+    @property
+    def each_period(self) -> bool:
+        """Whether the time of one period does not tell that of another."""
+        return self.uneven or self.late is not None
 
     def jobs(self) -> Iterator[Job]:
         """Yield the settings that it is tried at."""
@@ -85,13 +92,13 @@ ENTRIES = {
             {"fragments": 2, "delay": 3, "alpha": 0.5},
             periods=LATE,
             outers=OUTERS,
-            late=True,
+            late=0,  # it launches before the end of the period, and lands there
         ),
         Entry("fairscale SlowMo", "fairscale SlowMo", {"momentum": 0.2}),
-        Entry("hivemind", "hivemind", periods=(16,), late=True),
+        Entry("hivemind", "hivemind", periods=(16,), late=0),
         Entry("Cadenza local_sgd", "Cadenza local_sgd"),
         Entry("Cadenza local_sgd int8", "Cadenza local_sgd", {"codec": "int8"}, 8),
-        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 2}, 8, late=True),
+        Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 2}, 8, late=2),
         Entry("Cadenza diloco int8", "Cadenza diloco", {"codec": "int8"}, 8, outers=OUTERS),
         Entry(
             "Cadenza streaming_diloco",
@@ -100,7 +107,7 @@ ENTRIES = {
             4,
             periods=LATE,
             outers=OUTERS,
-            late=True,
+            late=3,
         ),
         Entry("Cadenza hierarchical", "Cadenza hierarchical", {"inner_period": 4}, periods=(16, 64), uneven=True),
     ]
@@ -122,7 +129,7 @@ class Scale:
     steps: int  # of training
     evaluate_every: int
     windows: int
-    timed: int  # steps that are timed, at least
+    timed: int  # steps that are timed, at least; of methods that send gradients, FEW
     links: tuple[str, ...]
     curve_links: tuple[str, ...]  # where stall is measured beside these
     lrs: tuple[float, ...]
@@ -137,7 +144,7 @@ FULL = Scale(
     steps=128,
     evaluate_every=16,
     windows=64,
-    timed=20,
+    timed=32,
     links=("1gbit", "100mbit", "20mbit"),
     curve_links=("300mbit", "50mbit"),
     lrs=(1e-3, 5e-4),
@@ -177,16 +184,19 @@ def trained(job: Job, scale: Scale) -> Job:
 def timed(entry: Entry, scale: Scale, period: int | None = None) -> Job:
     """Return the job whose steps are timed: whole periods, after the first rounds have landed.
 
-    Steps with averaged gradients at the beginning are not in it; they take what DDP's take.
+    It stops between periods for blocks of compute alone, at moments at which no round is under way. Steps with averaged
+    gradients at the beginning are not in it; they take what DDP's take.
     """
     period = period or entry.timed_period
     settings = {key: value for key, value in entry.settings.items() if key != "gradient_steps"}
+    block = min(FEW, scale.timed) if period == 1 else period * -(-scale.timed // 2 // period)
     return Job(
         entry.method,
         period,
         {**settings, **entry.outer_settings()[0]},
-        steps=period * -(-scale.timed // period),
-        warm=period if entry.late else 3,
+        steps=block if period == 1 else block * -(-scale.timed // block),
+        warm=3 if entry.late is None else period + entry.late,
+        floor_every=block,
         size=scale.size,
     )
 
@@ -212,7 +222,7 @@ def timing(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[
     for link in scale.links:
         for entry in entries(labels):
             yield timed(entry, scale), link
-            for period in entry.periods if entry.late or entry.uneven else ():
+            for period in entry.periods if entry.each_period else ():
                 if period != entry.timed_period:
                     yield timed(entry, scale, period), link
 

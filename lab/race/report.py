@@ -130,7 +130,7 @@ def sites(results: dict[str, Results], scale: Scale) -> str:
             step, alone = times.step(label, link), times.alone(link)
             known = step is not None and alone is not None
             row += [number(step, 3), number(step / alone) if known else ""]
-        sent = times.step(label, links[-1], what="bytes_sent")
+        sent = times.sent(label, links[-1])
         rows.append([*row, number(None if sent is None else sent / 1e6)])
     head = [cell for link in links for cell in (f"{link}: s a step", "÷ alone")]
     return table(["contender", *head, "MB a step"], rows)
@@ -217,7 +217,7 @@ def headline(results: dict[str, Results], scale: Scale) -> str:
                 number(step / alone) if known else "",
                 number(ddp / step, 1) if ddp and step else "",
             ]
-        sent = times.step(label, links[-1], what="bytes_sent")
+        sent = times.sent(label, links[-1])
         run = ends.get(ENTRIES[plans.SAME_CURVE.get(label, label)].method) or {}
         loss = run["curve"][-1][1] if run.get("curve") else None
         rows.append([*row, number(None if sent is None else sent * entry.timed_period / 1e6), number(loss, 3)])

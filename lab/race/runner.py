@@ -58,7 +58,8 @@ def run(job: Job, link: str) -> dict[str, Any]:
         )
     ranks = [json.loads(output.split("RESULT ", 1)[1].splitlines()[0]) for output in outputs]
     return {
-        "elapsed_s": max(rank["ended"] for rank in ranks) - min(rank["started"] for rank in ranks),
+        "elapsed_s": statistics.fmean(rank["elapsed_s"] for rank in ranks),
+        "floor_s": statistics.fmean(rank["floor_s"] for rank in ranks),
         "step_s": [
             round(statistics.fmean(steps), 5) for steps in zip(*(rank["seconds"] for rank in ranks), strict=True)
         ],

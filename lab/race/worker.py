@@ -1,11 +1,12 @@
 """One worker of a race: the same loop around every method. Started as `python -m lab.race.worker JOB` on every host.
 
-Prints one line of JSON: when its measured steps began and ended (the hosts share one clock), how long each step took,
+Prints one line of JSON: how long its measured steps took, together and each, and a step of compute alone beside them,
 what left its interface, its processor time and its peak memory, and held-out losses of the workers' average.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from lab.race.jobs import Job
 from lab.race.rivals import METHODS, Ready, prepare
 
 INTERFACE = "eth0"
+FLOOR_STEPS = 16  # of compute alone, before, between and after blocks of measured steps
 
 
 class Matrices(torch.nn.Module):
@@ -39,34 +41,18 @@ class Matrices(torch.nn.Module):
         return sum((weight[0] * row).sum() for weight in self.weights)  # type: ignore[return-value]
 
 
-class Run:
-    """A job on this rank."""
+class Loop:
+    """Steps of a method on a model; without one, of compute alone."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.rank, self.workers = job, dist.get_rank(), dist.get_world_size()
-        self.own_group = dist.new_group()  # the harness's own collectives never mix with a method's
-        torch.manual_seed(job.seed)
-        self.model, self.batches = self._matrices() if job.millions else self._gpt()
+    def __init__(self, job: Job, model: torch.nn.Module, batches: Iterator[Any], *, alone: bool = False) -> None:
+        self.job, self.model, self.batches, self.taken = job, model, batches, 0
         if job.millions:
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+                model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
             )
-        self.ready: Ready = prepare(self.model, self.optimizer, job)
-        self.taken = 0
-
-    def _gpt(self) -> tuple[torch.nn.Module, Iterator[Any]]:
-        size = self.job.size
-        self.corpus = gpt.Corpus.standard_library()
-        shape = gpt.Shape(size.layers, size.width, size.heads, size.context)
-        seed = 1000 * self.job.seed + self.rank
-        return gpt.GPT(shape), gpt.batches(self.corpus.training, batch=size.batch, context=size.context, seed=seed)
-
-    def _matrices(self) -> tuple[torch.nn.Module, Iterator[Any]]:
-        model = Matrices(self.job.millions)
-        row = torch.randn(next(model.parameters()).shape[0], generator=torch.Generator().manual_seed(self.rank))
-        return model, iter(lambda: (row, row), None)
+        self.ready = Ready(model, self.optimizer) if alone else prepare(model, self.optimizer, job)
 
     def step(self) -> None:
         job, ready = self.job, self.ready
@@ -84,34 +70,80 @@ class Run:
         ready.optimizer.zero_grad()
         self.taken += 1
 
+
+class Run:
+    """A job on this rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.rank, self.workers = job, dist.get_rank(), dist.get_world_size()
+        self.own_group = dist.new_group()  # the harness's own collectives never mix with a method's
+        torch.manual_seed(job.seed)
+        self.model, batches = self._matrices() if job.millions else self._gpt()
+        self.twin = Loop(job, copy.deepcopy(self.model), batches, alone=True) if job.floor_every else None
+        self.loop = Loop(job, self.model, batches)
+        self.seconds: list[float] = []
+        self.curve: list[tuple[int, float]] = []
+        self.floor: list[float] = []
+
+    def _gpt(self) -> tuple[torch.nn.Module, Iterator[Any]]:
+        size = self.job.size
+        self.corpus = gpt.Corpus.standard_library()
+        shape = gpt.Shape(size.layers, size.width, size.heads, size.context)
+        seed = 1000 * self.job.seed + self.rank
+        return gpt.GPT(shape), gpt.batches(self.corpus.training, batch=size.batch, context=size.context, seed=seed)
+
+    def _matrices(self) -> tuple[torch.nn.Module, Iterator[Any]]:
+        model = Matrices(self.job.millions)
+        row = torch.randn(next(model.parameters()).shape[0], generator=torch.Generator().manual_seed(self.rank))
+        return model, iter(lambda: (row, row), None)
+
     def run(self) -> dict[str, Any]:
         for _ in range(self.job.warm):
-            self.step()
-        dist.barrier(self.own_group)
+            self.loop.step()
+        self._measure_floor()
         reset_peak()
-        seconds, curve, sent = [], [], interface_bytes()
-        worked, started = time.process_time(), time.monotonic()
-        for _ in range(self.job.steps):
-            before = time.monotonic()
-            self.step()
-            seconds.append(time.monotonic() - before)
-            if self.job.evaluate_every and self.taken % self.job.evaluate_every == 0:
-                curve.append((self.taken, self.held_out()))
-        ended = time.monotonic()
+        block = self.job.floor_every or self.job.steps
+        blocks = []
+        for _ in range(0, self.job.steps, block):
+            blocks.append(self._measure(block))
+            self._measure_floor()
+        elapsed, worked, sent = (sum(figures) for figures in zip(*blocks, strict=True))
         figures = {
-            "started": started,
-            "ended": ended,
-            "cpu_s": time.process_time() - worked,
-            "bytes_sent": interface_bytes() - sent,
+            "elapsed_s": elapsed,
+            "floor_s": sum(self.floor) / max(1, len(self.floor)),
+            "cpu_s": worked,
+            "bytes_sent": sent,
             "peak_bytes": status("VmHWM"),
-            "seconds": seconds,
-            "curve": curve,
+            "seconds": self.seconds,
+            "curve": self.curve,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "versions": environments.versions(METHODS[self.job.method].environment),
         }
         dist.barrier(self.own_group)
-        self.ready.close()
+        self.loop.ready.close()
         return figures
+
+    def _measure(self, steps: int) -> tuple[float, float, int]:
+        """Take so many steps from one moment on; return the seconds, those of the processor, and the bytes sent."""
+        dist.barrier(self.own_group)
+        sent, worked, began = interface_bytes(), time.process_time(), time.monotonic()
+        for _ in range(steps):
+            before = time.monotonic()
+            self.loop.step()
+            self.seconds.append(time.monotonic() - before)
+            if self.job.evaluate_every and self.loop.taken % self.job.evaluate_every == 0:
+                self.curve.append((self.loop.taken, self.held_out()))
+        return time.monotonic() - began, time.process_time() - worked, interface_bytes() - sent
+
+    def _measure_floor(self) -> None:
+        """Take some steps of compute alone, from one moment on, and note what one takes."""
+        if self.twin is None:
+            return
+        dist.barrier(self.own_group)
+        began = time.monotonic()
+        for _ in range(FLOOR_STEPS):
+            self.twin.step()
+        self.floor.append((time.monotonic() - began) / FLOOR_STEPS)
 
     @torch.no_grad()
     def held_out(self) -> float:

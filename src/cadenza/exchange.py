@@ -20,6 +20,8 @@ from cadenza.codecs import Codec
 from cadenza.transports import Lane, Transport
 
 _MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
+_LEAST = 1 << 16  # values in a message: shorter ones take longer to begin than to travel
+_MESSAGES = 4  # of a round, if it is long enough: while one is on the wire, its neighbours are encoded and decoded
 _SAMPLE = 1 << 16  # values of a message by which it is told what encoding loses
 
 __all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "pipeline", "stage_part"]
@@ -381,8 +383,10 @@ class _Sparse:
 
 def _rows(values: torch.Tensor, transport: Transport, codec: Codec) -> Iterator[tuple[int, int]]:
     """Cut the values into rounds of one row for each member: yield where each starts, and how long its rows are."""
+    members = len(transport.members)
     longest = _longest(transport.row_bytes(values.device), codec)
-    return _cut(values.numel(), len(transport.members), longest, codec.block)
+    even = -(-max(_LEAST, values.numel() // (members * _MESSAGES)) // codec.block) * codec.block
+    return _cut(values.numel(), members, min(longest, even), codec.block)
 
 
 def _cut(numel: int, members: int, longest: int, block: int) -> Iterator[tuple[int, int]]:
