@@ -22,7 +22,7 @@ from cadenza.transports import Lane, Transport
 _MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
 _LEAST = 1 << 16  # values in a message: shorter ones take longer to begin than to travel
 _MESSAGES = 4  # of a round, if it is long enough: while one is on the wire, its neighbours are encoded and decoded
-_SAMPLE = 1 << 16  # values of a message by which it is told what encoding loses
+_SAMPLE = 1 << 16  # values of a round by which it is told what encoding loses
 
 __all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "pipeline", "stage_part"]
 
@@ -295,8 +295,8 @@ class _Encoded:
         self._done.bytes_sent += 2 * (self._members - 1) * size
 
     def _sample(self, start: int, row: int) -> None:
-        """Tell by the first values of a message what encoding loses."""
-        values = _padded(self._values, start, min(row, _SAMPLE))
+        """Tell by some values of each message what encoding loses."""
+        values = _padded(self._values, start, min(row, _SAMPLE // len(self._rows)))
         data = torch.empty(self._codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self._codec.encode(values, data)
         back = self._decoded(data, self._one[: values.numel()])

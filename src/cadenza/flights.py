@@ -18,7 +18,7 @@ import torch
 
 from cadenza.agreement import Header
 from cadenza.levels import LevelGroup
-from cadenza.norms import distance_squared, norm_squared, subtract_from
+from cadenza.norms import difference, distance_squared, norm_squared
 from cadenza.rounds import Passage, fly
 from cadenza.tracks import Layout, Track
 
@@ -60,7 +60,7 @@ class Flight:
     land_at: int
     layout: Layout
     values: Sequence[torch.Tensor] = ()
-    origins: list[torch.Tensor] | None = None
+    origins: Sequence[torch.Tensor] | None = None
     alpha: float = 0.0
     inner_lrs: dict[str, float] = field(default_factory=dict)
     passage: Future[Any] = field(default_factory=Future)
@@ -80,7 +80,10 @@ class Flight:
         """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
         if self.origins is not None:
             for now, origin, value in self.layout.pieces(self.origins, landed):
-                now.copy_(now.to(value).sub(origin).add_(value))
+                if now.dtype == value.dtype and now.device == value.device:
+                    now.sub_(origin).add_(value)
+                else:
+                    now.copy_(now.to(value).sub(origin).add_(value))
         elif self.alpha:
             for now, value in self.layout.pieces(landed):
                 now.copy_(now.to(value).lerp(value, 1 - self.alpha))
@@ -116,10 +119,14 @@ def carry(
     plan, values = level.plan, flight.values
     late_mean = flight.late and plan.outer.plain
     spread = measure and not plan.anchored
-    origins = [flat.clone() for flat in values] if late_mean or spread else None
     if plan.anchored:
-        norm2 = sum(subtract_from(anchor, flat) for anchor, flat in zip(track.anchors, values, strict=True))
+        origins = values if late_mean else None
+        values = [torch.empty_like(flat) for flat in values] if late_mean else values
+        both = zip(track.anchors, flight.values, values, strict=True)
+        norm2 = sum(difference(anchor, flat, out=out) for anchor, flat, out in both)
+        flight.values = values
     else:
+        origins = [flat.clone() for flat in values] if late_mean or spread else None
         norm2 = norm_squared(*values)
     problem = problem or _not_finite(flight, norm2)
     header = replace(header, norm2=norm2, atomic=company is not None)

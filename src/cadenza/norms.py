@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-__all__ = ["distance_squared", "in_cache", "norm_squared", "subtract_from"]
+__all__ = ["difference", "distance_squared", "in_cache", "norm_squared"]
 
 _PIECE = 1 << 20  # values; temporaries stay at some MiB
 _SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
@@ -46,15 +46,15 @@ def in_cache(flat: torch.Tensor) -> Sequence[torch.Tensor]:
     return flat.split(_SHORT) if flat.device.type == "cpu" and flat.numel() else (flat,)
 
 
-def subtract_from(minuend: torch.Tensor, flat: torch.Tensor) -> float:
-    """Replace a flat tensor by its difference from another one, and return the squared norm of that.
+def difference(minuend: torch.Tensor, flat: torch.Tensor, out: torch.Tensor) -> float:
+    """Write the difference of two flat tensors to `out`, which may be one of them; return its squared norm.
 
     >>> values = torch.tensor([1.0, 1.0])
-    >>> subtract_from(torch.tensor([4.0, 5.0]), values), values
+    >>> difference(torch.tensor([4.0, 5.0]), values, out=values), values
     (25.0, tensor([3., 4.]))
     """
-    parts = zip(in_cache(minuend), in_cache(flat), strict=True)
-    return _norm_squared([flat], (torch.sub(one, part, out=part) for one, part in parts))
+    parts = zip(in_cache(minuend), in_cache(flat), in_cache(out), strict=True)
+    return _norm_squared([out], (torch.sub(one, other, out=place) for one, other, place in parts))
 
 
 def _norm_squared(tensors: Sequence[torch.Tensor], in_turn: Iterable[torch.Tensor]) -> float:
