@@ -289,14 +289,14 @@ class _Encoded:
                 self._losses.count(values, lost)
                 _put(self._residual.next_own, at, lost.mul_(self._codec.feedback or 0.0))
         lane.launch_scatter()
-        if self._residual is None:
+        if self._residual is None and item == len(self._rows) // 2:
             self._sample(start, row)
         self._done.encoded_bytes += self._members * size
         self._done.bytes_sent += 2 * (self._members - 1) * size
 
     def _sample(self, start: int, row: int) -> None:
-        """Tell by some values of each message what encoding loses."""
-        values = _padded(self._values, start, min(row, _SAMPLE // len(self._rows)))
+        """Tell by some values of one message what encoding loses of all."""
+        values = _padded(self._values, start, min(row, _SAMPLE))
         data = torch.empty(self._codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self._codec.encode(values, data)
         back = self._decoded(data, self._one[: values.numel()])

@@ -401,7 +401,7 @@ class Synchronizer:
             step=self.clock,
             land_at=self.clock + delay,
             layout=layout,
-            values=layout.pack(),
+            values=layout.pack(track.borrow(layout)),
             alpha=0.0 if level.plan.outer.plain else alpha,
             inner_lrs=self._view.inner_lrs(),
             samples=self._samples,
@@ -437,6 +437,8 @@ class Synchronizer:
         flight.write(landed)
         track.rounds += 1
         self._after_landing(flight, landed, passage)
+        for used in (flight.values, flight.origins or ()):
+            track.give_back(used)
         if self._company is not None:
             self._company.landed(flight.call, passage)
         flight.stall_s += time.perf_counter() - started

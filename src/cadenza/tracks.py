@@ -22,6 +22,7 @@ __all__ = ["Layout", "Track"]
 
 
 _BEFORE = "before/"
+_SMALL = 64 << 20  # bytes that a round used and that are kept for the next: new memory takes time at its first use
 
 
 class Layout:
@@ -35,7 +36,7 @@ class Layout:
 
     def pack(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Return flat copies of the values, in the memory that is given or in new one."""
-        flats = [self._empty(strip) for strip in self.strips] if flats is None else flats
+        flats = self.empty() if flats is None else flats
         for strip, flat in zip(self.strips, flats, strict=True):
             strip.pack(flat)
         return flats
@@ -55,6 +56,10 @@ class Layout:
         for name, (strip, where) in self.places.items():
             yield name, flats[strip][where]
 
+    def empty(self) -> list[torch.Tensor]:
+        """Return memory for flat values."""
+        return [self._empty(strip) for strip in self.strips]
+
     def _empty(self, strip: Bucket) -> torch.Tensor:
         pinned = strip.device.type == "cpu" and any(piece.is_cuda for piece in strip.pieces)
         return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device, pin_memory=pinned)
@@ -72,6 +77,20 @@ class Track:
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None
         self._layout: Layout | None = None
+        self._spare: list[Sequence[torch.Tensor]] = []
+
+    def borrow(self, layout: Layout) -> Sequence[torch.Tensor]:
+        """Return flat memory for a round: what an earlier one has given back, or new one."""
+        while self._spare:
+            spare = self._spare.pop()
+            if len(spare) == len(layout.strips) and all(map(_fits, spare, layout.strips)):
+                return spare
+        return layout.empty()
+
+    def give_back(self, flats: Sequence[torch.Tensor]) -> None:
+        """Keep memory that a round no longer needs, if that is little."""
+        if flats and len(self._spare) < 2 and sum(flat.nbytes for flat in flats) <= _SMALL:
+            self._spare.append(flats)
 
     def fit(self, layout: Layout, transport: Transport, stage: Stage | None = None) -> None:
         """Make the memory fit the parameters: new ones start from their values, old ones keep what they had."""
@@ -196,6 +215,10 @@ class Track:
                     target[where] = value[old_where]
                 else:
                     target.copy_(value)
+
+
+def _fits(flat: torch.Tensor, strip: Bucket) -> bool:
+    return flat.numel() == strip.numel and flat.dtype == strip.dtype and flat.device == strip.device
 
 
 def _clip(deltas: Sequence[torch.Tensor], limit: float | None) -> None:
