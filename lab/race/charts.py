@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.race import plans
-from lab.race.figures import Times, finishes, target_of
+from lab.race.figures import Times, quickest, target_of, ways
 from lab.race.plans import Scale
 from lab.race.runner import Results, bits_a_second
 
@@ -39,7 +39,8 @@ def draw_finishes(results: dict[str, Results], path: Path, scale: Scale) -> None
     times, target = Times(results["timing"].runs, scale), target_of(results["training"], scale)
     figure, every = panels(len(scale.links), height=4.6)
     for axes, link in zip(every, scale.links, strict=True):
-        found = sorted(finishes(results["training"], times, scale, target, link), key=lambda way: -way.seconds)
+        every = ways(results["training"], times, scale, target, link)
+        found = sorted(quickest(every), key=lambda way: -way.seconds)
         names = [way.label for way in found]
         axes.barh(names, [way.alone_s for way in found], color="#cbd5e1")
         above = [max(0.0, way.overhead_s) for way in found]

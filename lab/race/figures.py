@@ -12,7 +12,7 @@ from lab.race.jobs import Job
 from lab.race.plans import ENTRIES, Entry, Scale
 from lab.race.runner import Results
 
-__all__ = ["Finish", "Times", "crossing", "curves", "finishes", "target_of"]
+__all__ = ["Finish", "Times", "crossing", "curves", "quickest", "target_of", "ways"]
 
 
 def crossing(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
@@ -134,19 +134,23 @@ def finish(label: str, link: str, job: Job, steps: float, times: Times) -> Finis
     return Finish(label, link, job, steps, seconds, steps * alone, sent / 1e6)
 
 
-def finishes(training: Results, times: Times, scale: Scale, target: float, link: str) -> list[Finish]:
-    """Return every contender's quickest way to the target on a link."""
-    found = []
-    for label in ENTRIES:
-        ways = [
-            way
-            for job, curve in curves(training, scale, label)
-            if (steps := crossing(curve, target)) is not None
-            and (way := finish(label, link, job, steps, times)) is not None
-        ]
-        if ways:
-            found.append(min(ways, key=lambda way: way.seconds))
-    return found
+def ways(training: Results, times: Times, scale: Scale, target: float, link: str) -> list[Finish]:
+    """Return every contender's ways to the target on a link: one for each of its settings that comes there."""
+    return [
+        way
+        for label in ENTRIES
+        for job, curve in curves(training, scale, label)
+        if (steps := crossing(curve, target)) is not None
+        and (way := finish(label, link, job, steps, times)) is not None
+    ]
+
+
+def quickest(found: Sequence[Finish]) -> list[Finish]:
+    """Return every contender's quickest way."""
+    best: dict[str, Finish] = {}
+    for way in sorted(found, key=lambda way: way.seconds):
+        best.setdefault(way.label, way)
+    return list(best.values())
 
 
 def least_megabytes(entry: Entry, parameters: int, workers: int, period: int) -> float:

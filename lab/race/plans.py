@@ -38,7 +38,7 @@ class Entry:
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     bits: float = 32
-    periods: tuple[int, ...] = (4, 16, 64)
+    periods: tuple[int, ...] = (4, 8, 16, 64)
     outers: tuple[tuple[float, float], ...] = ()
     late: int | None = None
     uneven: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lab.race import charts, plans
-from lab.race.figures import Finish, Times, finishes, least_megabytes, target_of
+from lab.race.figures import Finish, Times, least_megabytes, quickest, target_of, ways
 from lab.race.plans import ENTRIES, FULL, Scale
 from lab.race.runner import Results, bits_a_second
 
@@ -41,14 +41,15 @@ def to_loss(results: dict[str, Results], scale: Scale) -> str:
         f"To a held-out loss of {target:.2f} nats; every contender at the settings that are quickest on that link."
     ]
     for link in scale.links:
-        found = finishes(training, times, scale, target, link)
+        every = ways(training, times, scale, target, link)
+        found = quickest(every)
         if not found:
             continue
         fewest = min(way.alone_s for way in found)
         ddp = next((way.seconds for way in found if way.label == "DDP"), None)
         parts.append(f"**{link}**: compute alone takes {times.alone(link):.3f} s a step.")
         parts.append(finish_table(found, fewest, ddp, link))
-        parts.append(bar(found, link))
+        parts.append(bar(every))
     return "\n\n".join(parts)
 
 
@@ -86,20 +87,31 @@ def finish_table(found: Sequence[Finish], fewest: float, ddp: float | None, link
     return table([*head, "s above compute", "the link needs, s", "MB a worker"], rows)
 
 
-def bar(found: Sequence[Finish], link: str) -> str:
-    """Tell Cadenza's overhead against the best rival's."""
-    ours = [way for way in found if way.label.startswith("Cadenza")]
-    rivals = [way for way in found if way not in ours]
+def bar(every: Sequence[Finish]) -> str:
+    """Tell Cadenza's overhead against that of the quickest rival: at its quickest, and at its leanest if no slower."""
+    ours = [way for way in every if way.label.startswith("Cadenza")]
+    rivals = [way for way in every if way not in ours]
     if not ours or not rivals:
         return ""
-    best, rival = (min(ways, key=lambda way: way.seconds) for ways in (ours, rivals))
-    least = min(rivals, key=lambda way: way.overhead_s)
-    return (
-        f"Quickest of Cadenza: {best.label}, {best.overhead_s:.1f} s above compute; quickest rival: {rival.label}, "
-        f"{rival.overhead_s:.1f} s; the rival with the least above compute: {least.label}, {least.overhead_s:.1f} s. "
-        f"Cadenza's is {best.overhead_s / max(rival.overhead_s, 1e-9):.2f} and "
-        f"{best.overhead_s / max(least.overhead_s, 1e-9):.2f} of theirs."
-    )
+    best, rival = (min(some, key=lambda way: way.seconds) for some in (ours, rivals))
+    told = [
+        f"The quickest rival is {said(rival)}.",
+        f"The quickest of Cadenza is {said(best)}, {against(best, rival)}.",
+    ]
+    lean = min((way for way in ours if way.seconds <= rival.seconds), key=lambda way: way.overhead_s, default=best)
+    if lean is not best:
+        told.append(
+            f"No slower than that rival, and nearest to compute alone, is {said(lean)}, {against(lean, rival)}."
+        )
+    return " ".join(told)
+
+
+def said(way: Finish) -> str:
+    return f"{way.label} at H = {way.job.period}: {way.seconds:.1f} s, {way.overhead_s:.1f} s of it above compute alone"
+
+
+def against(way: Finish, rival: Finish) -> str:
+    return f"{way.overhead_s / max(rival.overhead_s, 1e-9):.2f} of the rival's"
 
 
 def utilisation(results: dict[str, Results], scale: Scale) -> str:
