@@ -110,6 +110,14 @@ ENTRIES = {
             late=3,
         ),
         Entry("Cadenza hierarchical", "Cadenza hierarchical", {"inner_period": 4}, periods=(16, 64), uneven=True),
+        Entry(
+            "Cadenza hierarchical int8",
+            "Cadenza hierarchical",
+            {"inner_period": 4, "codec": "int8"},
+            8,
+            periods=(16, 64),
+            uneven=True,
+        ),
     ]
 }
 # The same mean of the parameters after the same steps: the curves coincide, which one run of each at H = 16 shows.
@@ -220,11 +228,16 @@ def training(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tupl
 def timing(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
     """Yield what is timed on every link; late and uneven ones at every period."""
     for link in scale.links:
-        for entry in entries(labels):
-            yield timed(entry, scale), link
-            for period in entry.periods if entry.each_period else ():
-                if period != entry.timed_period:
-                    yield timed(entry, scale, period), link
+        for job in _timed_jobs(scale, labels):
+            yield job, link
+
+
+def _timed_jobs(scale: Scale, labels: Iterable[str] | None) -> Iterator[Job]:
+    for entry in entries(labels):
+        yield timed(entry, scale)
+        for period in entry.periods if entry.each_period else ():
+            if period != entry.timed_period:
+                yield timed(entry, scale, period)
 
 
 UTILISATION = (
@@ -254,16 +267,17 @@ SITES = (
     "torch HierarchicalModelAverager",
     "torchft DiLoCo",
     "Cadenza local_sgd",
-    "Cadenza diloco int8",
+    "Cadenza local_sgd int8",
     "Cadenza hierarchical",
+    "Cadenza hierarchical int8",
 )
 
 
 def sites(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
     """Yield what runs on two sites of two hosts: 1 Gbit/s inside, slow between."""
     for between in ("100mbit", "20mbit"):
-        for entry in entries(labels or SITES):
-            yield timed(entry, scale), f"sites 1gbit {between}"
+        for job in _timed_jobs(scale, labels or SITES):
+            yield job, f"sites 1gbit {between}"
 
 
 SYNCS = (

@@ -132,11 +132,11 @@ def utilisation(results: dict[str, Results], scale: Scale) -> str:
 
 
 def sites(results: dict[str, Results], scale: Scale) -> str:
-    """Tell flat against hierarchical on two sites."""
+    """Tell flat against hierarchical on two sites: by the step, and to the same loss."""
     times = Times(results["sites"].runs, scale)
     links = list(dict.fromkeys(link for _, link in plans.sites(scale)))
     rows = []
-    for label in plans.SITES:
+    for label in plans.SITES[1:]:
         row = [label]
         for link in links:
             step, alone = times.step(label, link), times.alone(link)
@@ -144,8 +144,32 @@ def sites(results: dict[str, Results], scale: Scale) -> str:
             row += [number(step, 3), number(step / alone) if known else ""]
         sent = times.sent(label, links[-1])
         rows.append([*row, number(None if sent is None else sent / 1e6)])
-    head = [cell for link in links for cell in (f"{link}: s a step", "÷ alone")]
-    return table(["contender", *head, "MB a step"], rows)
+    head = [cell for link in links for cell in (f"{between(link)} between: s a step", "÷ alone")]
+    target = target_of(results["training"], scale)
+    finished = [
+        [
+            way.label,
+            between(link),
+            str(way.job.period),
+            f"{way.steps:.0f}",
+            f"{way.seconds:.1f}",
+            f"{way.overhead_s:.1f}",
+        ]
+        for link in links
+        for way in quickest(ways(results["training"], times, scale, target, link))
+    ]
+    to_target = table(["contender", "between the sites", "H", "steps", "s", "s above compute"], finished, words=2)
+    return "\n\n".join(
+        [
+            table(["contender, H = 16", *head, "MB a step"], rows),
+            f"To a held-out loss of {target:.2f} nats, each at its best H:",
+            to_target,
+        ]
+    )
+
+
+def between(link: str) -> str:
+    return link.split()[-1]
 
 
 def syncs(results: dict[str, Results], scale: Scale) -> str:
@@ -259,7 +283,7 @@ Telling = Callable[[dict[str, Results], Scale], str]
 SECTIONS: dict[str, tuple[tuple[str, ...], Telling]] = {
     "headline": (("headline",), headline),
     "to-loss": (("training", "timing"), to_loss),
-    "sites": (("sites",), sites),
+    "sites": (("training", "sites"), sites),
     "utilisation": (("timing",), utilisation),
     "syncs": (("syncs",), syncs),
     "memory": (("syncs",), memory),
