@@ -23,11 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from cadenza.cli.leash import PARENT, follow_parent
+from cadenza.cli.leash import PARENT, SAVING_S, follow_parent
 
 __all__ = ["Plan"]
-
-_SAVING_S = 600  # for workers that save after the front was killed; then they are killed too
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def tell(**what: Any) -> None:
 
 def launch(plan: Plan) -> None:
     """Run the workers of this node until all have finished, or one has failed too often."""
-    options: dict[str, Any] = {"shutdown_timeout": _SAVING_S}
+    options: dict[str, Any] = {"shutdown_timeout": SAVING_S}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=plan.min_nodes,

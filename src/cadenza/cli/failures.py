@@ -10,11 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from cadenza.cli.exit_codes import BAD_INPUT, FAILED
 from cadenza.errors import CadenzaError, UsageError
 
-__all__ = ["FAILED", "MISUSED", "TrainingFailedError", "exit_code", "explain", "last_lines"]
-
-FAILED, MISUSED = 1, 2
+__all__ = ["TrainingFailedError", "exit_code", "explain", "last_lines"]
 
 
 class TrainingFailedError(CadenzaError):
@@ -27,7 +26,7 @@ def exit_code(error: CadenzaError | OSError) -> int:
     >>> exit_code(UsageError("no such strategy")), exit_code(TrainingFailedError("worker 1 died"))
     (2, 1)
     """
-    return MISUSED if isinstance(error, UsageError | OSError) else FAILED
+    return BAD_INPUT if isinstance(error, UsageError | OSError) else FAILED
 
 
 def explain(error: CadenzaError | OSError, console: Console) -> None:

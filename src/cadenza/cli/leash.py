@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 
-__all__ = ["PARENT", "follow_parent"]
+__all__ = ["PARENT", "SAVING_S", "follow_parent"]
 
 PARENT = "CADENZA_PARENT"  # the environment variable that names the process to follow
+SAVING_S = 600  # for workers that save after the front was killed; then they are killed too
 _PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 
 from cadenza.cli.agent import WorkerLogs, tell
-from cadenza.cli.leash import PARENT, follow_parent
+from cadenza.cli.exit_codes import BAD_INPUT, NOBODY_LEFT
+from cadenza.cli.leash import PARENT, SAVING_S, follow_parent
 from cadenza.errors import StoreLostError
 from cadenza.membership.store import Line
 from cadenza.training.metrics import metrics_file
@@ -33,9 +34,6 @@ from cadenza.training.obituaries import last_words, write_end, write_event
 __all__ = ["Plan", "Post"]
 
 _POLL_S = 0.1
-_SAVING_S = 600  # for workers that save after the front was killed; then they are killed too
-_BAD_INPUT = 2  # the exit code of a worker that would fail in the same way again
-_NOBODY_LEFT = 3  # of workers of which none has trained yet, where all others are gone
 _STORE_S = 60.0  # for another node to start the store
 _STORE_PAUSE_S = 0.5
 _MOST_BEGINNINGS = 10
@@ -254,7 +252,7 @@ class Supervisor:
         if code == 0:
             self._finished.add(worker)
             return
-        if code == _NOBODY_LEFT and self._begin_anew():
+        if code == NOBODY_LEFT and self._begin_anew():
             return
         self._failures[worker] = code
         metrics = Path(self._plan.metrics) / metrics_file(worker)
@@ -291,7 +289,7 @@ class Supervisor:
     def _prospect(self, worker: int, code: int) -> tuple[bool, str]:
         """Say whether a worker is started again, and why, or why not."""
         attempt, most = self._restarts[worker] + 1, self._plan.restarts
-        if code == _BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
+        if code == BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
             return False, "it is not started again"
         if attempt > most:
             return False, f"it had been started again {_times(most)}, and the others go on without it"
@@ -312,7 +310,7 @@ class Supervisor:
 
     def _end_the_slow(self) -> None:
         """Kill workers that were asked to stop long ago."""
-        if self._stopping_since is not None and time.monotonic() - self._stopping_since > _SAVING_S:
+        if self._stopping_since is not None and time.monotonic() - self._stopping_since > SAVING_S:
             for context in self._running.values():
                 context.close(signal.SIGKILL)
 

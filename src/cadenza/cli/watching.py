@@ -17,6 +17,7 @@ from types import FrameType
 import psutil  # type: ignore[import-untyped]
 
 from cadenza.cli.display import Display
+from cadenza.cli.exit_codes import BAD_INPUT
 from cadenza.cli.failures import TrainingFailedError, last_lines
 from cadenza.cli.following import Follower, Progress
 from cadenza.cli.launching import Crash, Workers
@@ -27,7 +28,6 @@ __all__ = ["InterruptedRunError", "watch"]
 _POLL_S = 0.2
 _PATIENCE_S = 60.0  # for workers that were asked to stop and give no sign of life
 _SAME_REQUEST_S = 0.5
-_BAD_INPUT = 2  # the exit code of a worker whose task or configuration is wrong
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -153,7 +153,7 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
         raise TrainingFailedError(workers.problem or f"The workers could not be started; see {logs.parent}.")
     told = progress.workers[first.worker].error if first.worker in progress.workers else None
     log = _last_log(logs, first.worker)
-    if first.exitcode == _BAD_INPUT:
+    if first.exitcode == BAD_INPUT:
         raise UsageError(told or _without_prefix(last_lines(log, 1)))
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name

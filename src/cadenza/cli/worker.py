@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from cadenza.cli.exit_codes import BAD_INPUT, FAILED, NOBODY_LEFT
 from cadenza.cli.leash import follow_parent
 from cadenza.errors import (
     CadenzaError,
@@ -36,7 +37,6 @@ from cadenza.training.runs import create, open_run
 
 __all__ = ["main"]
 
-FAILED, BAD_INPUT, NOBODY_LEFT = 1, 2, 3
 _OTHERS_S = 10.0  # for another worker to finish making the folder that all share
 
 
