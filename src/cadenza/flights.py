@@ -121,7 +121,7 @@ def carry(
     spread = measure and not plan.anchored
     if plan.anchored:
         origins = values if late_mean else None
-        values = track.borrow(flight.layout) if late_mean else values
+        values = track.spare.borrow(flight.layout) if late_mean else values
         both = zip(track.anchors, flight.values, values, strict=True)
         norm2 = sum(difference(anchor, flat, out=out) for anchor, flat, out in both)
         flight.values = values
@@ -157,7 +157,7 @@ def carry(
             track.take(values)
         else:
             track.update(values, flight.inner_lrs)
-        track.give_back(values)
+        track.spare.give_back(values)
     flight.origins = origins if late_mean else None
     if passage.headers[passage.position].poisoned:
         flight.origins, flight.alpha, flight.poisoned = None, 0.0, True

@@ -41,7 +41,7 @@ from cadenza.rounds import Passage, open_round, run_round
 from cadenza.schedules import largest_due, staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
-from cadenza.tracks import Layout, Track
+from cadenza.tracks import Layout, Spare, Track
 from cadenza.version import __version__
 
 __all__ = ["Synchronizer", "attach"]
@@ -163,6 +163,7 @@ class Synchronizer:
         self._levels = list(levels)
         self._tracks: dict[tuple[int, int], Track] = {}
         self._flights: dict[int, Flight] = {}
+        self._spare = Spare()
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="cadenza") if strategy.delay else None
         self._home = torch.device("cpu") if strategy.offload else None
         self._known: set[str] = set()  # parameters that have one history on all ranks
@@ -401,7 +402,7 @@ class Synchronizer:
             step=self.clock,
             land_at=self.clock + delay,
             layout=layout,
-            values=layout.pack(track.borrow(layout)),
+            values=layout.pack(self._spare.borrow(layout)),
             alpha=0.0 if level.plan.outer.plain else alpha,
             inner_lrs=self._view.inner_lrs(),
             samples=self._samples,
@@ -438,7 +439,7 @@ class Synchronizer:
         track.rounds += 1
         self._after_landing(flight, landed, passage)
         for used in (flight.values, flight.origins or ()):
-            track.give_back(used)
+            self._spare.give_back(used)
         if self._company is not None:
             self._company.landed(flight.call, passage)
         flight.stall_s += time.perf_counter() - started
@@ -651,7 +652,7 @@ class Synchronizer:
         if (level, fragment) not in self._tracks:
             schedules = [plan.schedule for plan in self.strategy.levels]
             turns = staggered_levels(schedules, fragment, self._count) if self._count > 1 else schedules
-            self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level])
+            self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level], self._spare)
         return self._tracks[level, fragment]
 
     def _header(self, layout: Layout, level: int, fragment: int, weight: float) -> Header:

@@ -7,6 +7,7 @@ parameters of the fragment change.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -18,11 +19,11 @@ from cadenza.schedules import Schedule
 from cadenza.strategy import LevelPlan
 from cadenza.transports import Transport
 
-__all__ = ["Layout", "Track"]
+__all__ = ["Layout", "Spare", "Track"]
 
 
 _BEFORE = "before/"
-_SMALL = 64 << 20  # bytes that a round used and that are kept for the next: new memory takes time at its first use
+_MOST_SPARE = 64 << 20  # bytes
 
 
 class Layout:
@@ -65,11 +66,40 @@ class Layout:
         return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device, pin_memory=pinned)
 
 
+class Spare:
+    """Memory that rounds no longer need, kept for later ones while it is little: new memory is slow at its first use.
+
+    >>> spare, layout = Spare(), Layout({"weight": torch.zeros(3)}, home=None)
+    >>> [flat] = first = spare.borrow(layout)
+    >>> spare.give_back(first); spare.borrow(layout)[0] is flat
+    True
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Sequence[torch.Tensor]] = []
+        self._lock = threading.Lock()  # a courier uses it too
+
+    def borrow(self, layout: Layout) -> Sequence[torch.Tensor]:
+        """Return flat memory for a round: what an earlier one has given back, or new one."""
+        with self._lock:
+            for i, flats in enumerate(self._kept):
+                if len(flats) == len(layout.strips) and all(map(_fits, flats, layout.strips)):
+                    return self._kept.pop(i)
+        return layout.empty()
+
+    def give_back(self, flats: Sequence[torch.Tensor]) -> None:
+        """Keep memory, unless that would be much."""
+        with self._lock:
+            if flats and sum(flat.nbytes for kept in (*self._kept, flats) for flat in kept) <= _MOST_SPARE:
+                self._kept.append(flats)
+
+
 class Track:
     """A level's memory of one fragment."""
 
-    def __init__(self, plan: LevelPlan, schedule: Schedule) -> None:
+    def __init__(self, plan: LevelPlan, schedule: Schedule, spare: Spare) -> None:
         self.plan = plan
+        self.spare = spare
         self.schedule = schedule
         self.schedule_state = schedule.start()
         self.rounds = 0
@@ -77,20 +107,6 @@ class Track:
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None
         self._layout: Layout | None = None
-        self._spare: list[Sequence[torch.Tensor]] = []
-
-    def borrow(self, layout: Layout) -> Sequence[torch.Tensor]:
-        """Return flat memory for a round: what an earlier one has given back, or new one."""
-        while self._spare:
-            spare = self._spare.pop()
-            if len(spare) == len(layout.strips) and all(map(_fits, spare, layout.strips)):
-                return spare
-        return layout.empty()
-
-    def give_back(self, flats: Sequence[torch.Tensor]) -> None:
-        """Keep memory that a round no longer needs, if that is little."""
-        if flats and len(self._spare) < 2 and sum(flat.nbytes for flat in flats) <= _SMALL:
-            self._spare.append(flats)
 
     def fit(self, layout: Layout, transport: Transport, stage: Stage | None = None) -> None:
         """Make the memory fit the parameters: new ones start from their values, old ones keep what they had."""
