@@ -248,136 +248,131 @@ class _Losses:
         done.error2, done.norm2 = float(self._error2), float(self._norm2)
 
 
-class _Encoded:
+@dataclass
+class _Way:
+    """What an exchange of encoded values is about."""
+
+    values: torch.Tensor
+    transport: Transport
+    codec: Codec
+    weights: Sequence[float]
+    residual: Residual | None
+    done: Exchanged
+
+
+@dataclass
+class _Encoded(_Way):
     """Reduce by the owners of shares: encode → scatter → decode and sum → encode → gather → decode."""
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        transport: Transport,
-        codec: Codec,
-        weights: Sequence[float],
-        residual: Residual | None,
-        done: Exchanged,
-    ) -> None:
-        self._values, self._transport, self._codec = values, transport, codec
-        self._weights, self._residual, self._done = weights, residual, done
-        self._rows = list(_rows(values, transport, codec))
-        self._members = len(transport.members)
+    def __post_init__(self) -> None:
+        values = self.values
+        self._rows = list(_rows(values, self.transport, self.codec))
+        self._members = len(self.transport.members)
         self._losses = _Losses(values.device)
         # Fresh memory for every message would cost more time, in page faults, than what is done in it.
         longest = max(row for _, row in self._rows)
         self._one, self._two = torch.empty(2, longest, dtype=torch.float32, device=values.device)
 
     def run(self) -> None:
-        lanes = _in_turn(len(self._rows), self._transport, self._values.device)
+        lanes = _in_turn(len(self._rows), self.transport, self.values.device)
         pipeline(lanes, self._send_shares, self._reduce_share, self._receive)
-        self._losses.tell(self._done)
+        self._losses.tell(self.done)
 
     def _send_shares(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
-        size = self._codec.encoded_bytes(row)
+        size = self.codec.encoded_bytes(row)
         outgoing = lane.scatter(size)
         for member in range(self._members):
             at = start + member * row
-            values = _padded(self._values, at, row)
-            if self._residual is not None:
-                values = torch.add(values, _padded(self._residual.own, at, row), out=self._one[:row])
-            self._codec.encode(values, outgoing[member])
-            if self._residual is not None:
+            values = _padded(self.values, at, row)
+            if self.residual is not None:
+                values = torch.add(values, _padded(self.residual.own, at, row), out=self._one[:row])
+            self.codec.encode(values, outgoing[member])
+            if self.residual is not None:
                 lost = torch.sub(values, self._decoded(outgoing[member], self._two[:row]), out=self._two[:row])
                 self._losses.count(values, lost)
-                _put(self._residual.next_own, at, lost.mul_(self._codec.feedback or 0.0))
+                _put(self.residual.next_own, at, lost.mul_(self.codec.feedback or 0.0))
         lane.launch_scatter()
-        if self._residual is None and item == len(self._rows) // 2:
+        if self.residual is None and item == len(self._rows) // 2:
             self._sample(start, row)
-        self._done.encoded_bytes += self._members * size
-        self._done.bytes_sent += 2 * (self._members - 1) * size
+        self.done.encoded_bytes += self._members * size
+        self.done.bytes_sent += 2 * (self._members - 1) * size
 
     def _sample(self, start: int, row: int) -> None:
         """Tell by some values of one message what encoding loses of all."""
-        values = _padded(self._values, start, min(row, _SAMPLE))
-        data = torch.empty(self._codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-        self._codec.encode(values, data)
+        values = _padded(self.values, start, min(row, _SAMPLE))
+        data = torch.empty(self.codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.codec.encode(values, data)
         back = self._decoded(data, self._one[: values.numel()])
         self._losses.count(values, torch.sub(values, back, out=back))
 
     def _reduce_share(self, item: int, lane: Lane) -> None:
         _, row = self._rows[item]
         total = self._one[:row].zero_()
-        for encoded, weight in zip(lane.scattered(), self._weights, strict=True):
-            self._codec.decode_add(encoded, total, weight)
+        for encoded, weight in zip(lane.scattered(), self.weights, strict=True):
+            self.codec.decode_add(encoded, total, weight)
         at = sum(earlier for _, earlier in self._rows[:item])
-        if self._residual is not None:
-            total += self._residual.share[at : at + row]
-        outgoing = lane.gather(self._codec.encoded_bytes(row))
-        self._codec.encode(total, outgoing)
-        if self._residual is not None:
+        if self.residual is not None:
+            total += self.residual.share[at : at + row]
+        outgoing = lane.gather(self.codec.encoded_bytes(row))
+        self.codec.encode(total, outgoing)
+        if self.residual is not None:
             lost = torch.sub(total, self._decoded(outgoing, self._two[:row]), out=self._two[:row])
-            self._residual.next_share[at : at + row] = lost.mul_(self._codec.feedback or 0.0)
+            self.residual.next_share[at : at + row] = lost.mul_(self.codec.feedback or 0.0)
         lane.launch_gather()
 
     def _receive(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
         for member, encoded in enumerate(lane.gathered()):
             at = start + member * row
-            place = self._values[at : at + row]
+            place = self.values[at : at + row]
             if place.dtype == torch.float32 and place.numel() == row:
-                self._codec.decode(encoded, place)
+                self.codec.decode(encoded, place)
             else:
-                _put(self._values, at, self._decoded(encoded, self._one[:row]))
+                _put(self.values, at, self._decoded(encoded, self._one[:row]))
 
     def _decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        self._codec.decode(encoded, out)
+        self.codec.decode(encoded, out)
         return out
 
 
-class _Sparse:
+@dataclass
+class _Sparse(_Way):
     """Gather whole: a union of sparse contributions is summed by everybody, not made sparse again."""
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        transport: Transport,
-        codec: Codec,
-        weights: Sequence[float],
-        residual: Residual | None,
-        done: Exchanged,
-    ) -> None:
-        self._transport, self._codec = transport, codec
-        self._weights, self._residual, self._done = weights, residual, done
-        longest = _longest(transport.row_bytes(values.device), codec)
-        self._parts = values.split(longest)
-        self._own = residual.own.split(longest) if residual else ()
-        self._next_own = residual.next_own.split(longest) if residual else ()
-        self._losses = _Losses(values.device)
+    def __post_init__(self) -> None:
+        longest = _longest(self.transport.row_bytes(self.values.device), self.codec)
+        self._parts = self.values.split(longest)
+        self._own = self.residual.own.split(longest) if self.residual else ()
+        self._next_own = self.residual.next_own.split(longest) if self.residual else ()
+        self._losses = _Losses(self.values.device)
 
     def run(self) -> None:
-        lanes = _in_turn(len(self._parts), self._transport, self._parts[0].device)
+        lanes = _in_turn(len(self._parts), self.transport, self._parts[0].device)
         pipeline(lanes, self._send, self._receive)
-        self._losses.tell(self._done)
+        self._losses.tell(self.done)
 
     def _send(self, item: int, lane: Lane) -> None:
         values = self._parts[item].to(torch.float32)
-        if self._residual is not None:
+        if self.residual is not None:
             values = values + self._own[item]
-        size = self._codec.encoded_bytes(values.numel())
+        size = self.codec.encoded_bytes(values.numel())
         outgoing = lane.gather(size)
-        self._codec.encode(values, outgoing)
+        self.codec.encode(values, outgoing)
         kept = torch.empty_like(values)
-        self._codec.decode(outgoing, kept)
+        self.codec.decode(outgoing, kept)
         lost = torch.sub(values, kept, out=kept)
         self._losses.count(values, lost)
-        if self._residual is not None:
-            self._next_own[item].copy_(lost.mul_(self._codec.feedback or 0.0))
+        if self.residual is not None:
+            self._next_own[item].copy_(lost.mul_(self.codec.feedback or 0.0))
         lane.launch_gather()
-        self._done.encoded_bytes += size
-        self._done.bytes_sent += (len(self._weights) - 1) * size
+        self.done.encoded_bytes += size
+        self.done.bytes_sent += (len(self.weights) - 1) * size
 
     def _receive(self, item: int, lane: Lane) -> None:
         total = torch.zeros(self._parts[item].numel(), dtype=torch.float32, device=self._parts[item].device)
-        for encoded, weight in zip(lane.gathered(), self._weights, strict=True):
-            self._codec.decode_add(encoded, total, weight)
+        for encoded, weight in zip(lane.gathered(), self.weights, strict=True):
+            self.codec.decode_add(encoded, total, weight)
         self._parts[item].copy_(total)
 
 

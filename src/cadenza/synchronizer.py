@@ -29,6 +29,7 @@ from cadenza.company import Company, Lost
 from cadenza.ddp import covers, fall_silent, widen
 from cadenza.door import check_door
 from cadenza.errors import CadenzaError, NotFiniteError
+from cadenza.exchange import Exchanged
 from cadenza.faults import Shrink, SkipRound
 from cadenza.flights import Flight, carry
 from cadenza.levels import LevelGroup, build_levels
@@ -544,29 +545,15 @@ class Synchronizer:
         if flight.poisoned or lost.poisoned:
             flight.layout.unpack(self._track(flight.level, flight.fragment).anchors)
             self._view.reset_optimizer_state(flight.layout.names)
-        level = self._levels[flight.level]
-        report = RoundReport(
-            step=flight.step,
-            level=flight.level,
-            level_name=level.name,
-            fragment=flight.fragment,
-            fragment_name=f"fragment {flight.fragment}",
-            bytes_sent=0,
-            encoded_bytes=0,
-            raw_bytes=0,
-            stall_s=flight.stall_s,
-            wire_s=0.0,
-            delay=self.clock - flight.step,
-            drift=None,
-            codec=level.plan.codec.name,
-            codec_error=None,
+        self._notify(
+            flight,
+            Exchanged(),
             weights=(),
             participants=(),
             reason=lost.reason,
             absent=lost.absent,
             kind="failed",
         )
-        notify(self.observers, report)
 
     def _end_together(self, company: Company) -> None:
         """Run the last round until it succeeds, a few times; whatever happens, end with what was agreed on."""
@@ -690,8 +677,19 @@ class Synchronizer:
         return f"{which} is not finite (NaN or infinity) at step {self.clock}."
 
     def _report(self, flight: Flight, passage: Passage) -> None:
+        self._notify(
+            flight,
+            passage.exchanged,
+            wire_s=passage.wire_s,
+            drift=flight.drift,
+            weights=tuple(passage.weights),
+            participants=passage.members or tuple(self._levels[flight.level].transport.members),
+            reason="" if self._company is None else self._company.left_out(passage),
+        )
+
+    def _notify(self, flight: Flight, done: Exchanged, **figures: Any) -> None:
+        """Tell the observers of a round."""
         level = self._levels[flight.level]
-        done = passage.exchanged
         report = RoundReport(
             step=flight.step,
             level=flight.level,
@@ -702,14 +700,10 @@ class Synchronizer:
             encoded_bytes=done.encoded_bytes,
             raw_bytes=done.raw_bytes,
             stall_s=flight.stall_s,
-            wire_s=passage.wire_s,
             delay=self.clock - flight.step,
-            drift=flight.drift,
             codec=level.plan.codec.name,
             codec_error=math.sqrt(done.error2 / done.norm2) if done.norm2 else None,
-            weights=tuple(passage.weights),
-            participants=passage.members or tuple(level.transport.members),
-            reason="" if self._company is None else self._company.left_out(passage),
+            **{"wire_s": 0.0, "drift": None, **figures},
         )
         notify(self.observers, report)
 

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable
 
 from cadenza.errors import TransportError
 from cadenza.membership.seal import MAC_BYTES, Seal
-from cadenza.transports import Lane, Transport
+from cadenza.transports import Transport
+from cadenza.transports.base import Above
 
 __all__ = ["SignedTransport"]
 
 
-class SignedTransport:
+class SignedTransport(Above):
     """Does what the transport below it does, and signs what goes from everyone to everyone."""
 
     def __init__(self, below: Transport, seal: Seal, place: str) -> None:
-        self._below = below
+        super().__init__(below)
         self._seal = seal
         self._place = place
         self._exchanges = 0
-
-    @property
-    def members(self) -> Sequence[int]:
-        return self._below.members
-
-    @property
-    def position(self) -> int:
-        return self._below.position
-
-    @property
-    def timeout_s(self) -> float:
-        return self._below.timeout_s
-
-    @property
-    def store(self) -> dist.Store:
-        return self._below.store
 
     def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
         self._exchanges += 1
@@ -54,18 +36,3 @@ class SignedTransport:
             return found
 
         return checked
-
-    def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
-        return self._below.capacity(device, dtype)
-
-    def row_bytes(self, device: torch.device) -> int:
-        return self._below.row_bytes(device)
-
-    def lanes(self, device: torch.device) -> list[Lane]:
-        return self._below.lanes(device)
-
-    def next_round(self) -> int:
-        return self._below.next_round()
-
-    def abandon(self) -> None:
-        self._below.abandon()

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["OUT_OF_STEP", "Lane", "Transport"]
+__all__ = ["OUT_OF_STEP", "Above", "Lane", "Transport"]
 
 # What a transport says when it is used after it was abandoned.
 OUT_OF_STEP = (
@@ -120,3 +120,44 @@ class Transport(Protocol):
     def abandon(self) -> None:
         """Give the transport up: what is in flight is left alone, peers are let go, later use raises."""
         ...
+
+
+class Above:
+    """A transport that does what the one below it does, but for what a subclass does in its own way."""
+
+    def __init__(self, below: Transport) -> None:
+        self._below = below
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self._below.members
+
+    @property
+    def position(self) -> int:
+        return self._below.position
+
+    @property
+    def timeout_s(self) -> float:
+        return self._below.timeout_s
+
+    @property
+    def store(self) -> dist.Store:
+        return self._below.store
+
+    def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
+        return self._below.exchange(payload)
+
+    def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
+        return self._below.capacity(device, dtype)
+
+    def row_bytes(self, device: torch.device) -> int:
+        return self._below.row_bytes(device)
+
+    def lanes(self, device: torch.device) -> list[Lane]:
+        return self._below.lanes(device)
+
+    def next_round(self) -> int:
+        return self._below.next_round()
+
+    def abandon(self) -> None:
+        self._below.abandon()

@@ -6,21 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from cadenza.errors import TransportError
-from cadenza.transports.base import Lane, Transport
+from cadenza.transports.base import Above, Lane, Transport
 
 __all__ = ["FaultyTransport", "Phase"]
 
 Phase = Literal["exchange", "pack", "launch", "combine", "land"]
 
 
-class FaultyTransport:
+class FaultyTransport(Above):
     """Does what the transport below it does, until a given phase of a given bucket, where `fault` is called.
 
     The default fault raises a `TransportError`; another may kill the process, stop it or wait.
@@ -29,7 +28,7 @@ class FaultyTransport:
     def __init__(
         self, below: Transport, *, fail_at: Phase, bucket: int = 0, fault: Callable[[], None] | None = None
     ) -> None:
-        self._below = below
+        super().__init__(below)
         self._fail_at = fail_at
         self._bucket = bucket
         self._fault = fault or _raise
@@ -41,40 +40,12 @@ class FaultyTransport:
         if phase == self._fail_at and self._reached[phase] == self._bucket:
             self._fault()
 
-    @property
-    def members(self) -> Sequence[int]:
-        return self._below.members
-
-    @property
-    def position(self) -> int:
-        return self._below.position
-
-    @property
-    def timeout_s(self) -> float:
-        return self._below.timeout_s
-
-    @property
-    def store(self) -> dist.Store:
-        return self._below.store
-
     def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
         self.pass_through("exchange")
         return self._below.exchange(payload)
 
-    def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
-        return self._below.capacity(device, dtype)
-
-    def row_bytes(self, device: torch.device) -> int:
-        return self._below.row_bytes(device)
-
     def lanes(self, device: torch.device) -> list[Lane]:
         return [_FaultyLane(self, lane) for lane in self._below.lanes(device)]
-
-    def next_round(self) -> int:
-        return self._below.next_round()
-
-    def abandon(self) -> None:
-        self._below.abandon()
 
 
 class _FaultyLane:

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from cadenza.errors import TransportError
-from cadenza.transports.base import OUT_OF_STEP, Lane, Transport
+from cadenza.transports.base import OUT_OF_STEP, Above, Lane, Transport
 from cadenza.transports.means import mean_into, share
 
 __all__ = ["SharedMemoryTransport", "open_shared_memory"]
@@ -40,32 +39,16 @@ _CARD = struct.Struct("<B16s16s31x")  # able, machine, secret of the listener
 _GREETING = struct.Struct("<I16s")  # the caller's position, the listener's secret
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Above):
     """Averages CPU tensors through shared memory, everything else through the transport below it."""
 
     def __init__(self, below: Transport, mesh: _Mesh, segment: torch.Tensor) -> None:
-        self._below = below
+        super().__init__(below)
         self._mesh = mesh
         count = len(below.members)
         self._lane_bytes = _lane_bytes(count)
         lanes = segment.view(LANES, count + 1, self._lane_bytes)
         self._shared_lanes: list[Lane] = [_SharedLane(mesh, lane, below.position) for lane in lanes]
-
-    @property
-    def members(self) -> Sequence[int]:
-        return self._below.members
-
-    @property
-    def position(self) -> int:
-        return self._below.position
-
-    @property
-    def timeout_s(self) -> float:
-        return self._below.timeout_s
-
-    @property
-    def store(self) -> dist.Store:
-        return self._below.store
 
     def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
         if len(payload) > _BY_SOCKET:
@@ -85,9 +68,6 @@ class SharedMemoryTransport:
 
     def lanes(self, device: torch.device) -> list[Lane]:
         return self._shared_lanes if device.type == "cpu" else self._below.lanes(device)
-
-    def next_round(self) -> int:
-        return self._below.next_round()
 
     def abandon(self) -> None:
         self._mesh.close()
