@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
@@ -43,16 +44,19 @@ def post_local_sgd(
     return local_sgd(period, codec=codec, warmup_steps=warmup_steps, **options)
 
 
-def hierarchical(levels: Mapping[int, Groups], **options: Any) -> Strategy:
+def hierarchical(levels: Mapping[int, Groups], *, codec: Codec | None = None, **options: Any) -> Strategy:
     """Average small groups often and large ones seldom: {period: groups} from the innermost (arXiv 2010.12998).
 
-    Groups are a number of ranks, "host", "all", or tuples of ranks. Only the largest level that is due averages.
+    Groups are a number of ranks, "host", "all", or tuples of ranks. Only the largest level that is due averages. The
+    codec is the largest level's, which has the slowest links.
 
     >>> [level.groups for level in hierarchical({4: "host", 32: "all"}).levels]
     ['host', 'all']
     """
-    plans = tuple(LevelPlan(every(period), groups=groups) for period, groups in levels.items())
-    return Strategy(levels=plans, **options)
+    plans = [LevelPlan(every(period), groups=groups) for period, groups in levels.items()]
+    if plans and codec is not None:
+        plans[-1] = replace(plans[-1], codec=codec)
+    return Strategy(levels=tuple(plans), **options)
 
 
 def slowmo(

@@ -36,6 +36,8 @@ def test_hierarchical_has_a_level_a_period() -> None:
         (every(16), 8),
         (every(64), "all"),
     ]
+    encoded = cadenza.hierarchical({4: "host", 64: "all"}, codec=codecs.int8())
+    assert [plan.codec.name for plan in encoded.levels] == ["fp32", "int8"]  # inside a group links are fast
     with pytest.raises(ValueError, match="at least one level"):
         cadenza.hierarchical({})
     with pytest.raises(ValueError, match="innermost"):
