@@ -44,7 +44,7 @@ def strategies(ranks: int) -> dict[str, Strategy]:
         "local_sgd_samples": cadenza.local_sgd(period=4, weight="samples", buffers=True, optimizer_state="average"),
         "post_local_sgd": cadenza.post_local_sgd(period=4, warmup_steps=5),
         "hierarchical": cadenza.hierarchical({2: two_groups, 6: "all"}),
-        "hierarchical_int8": cadenza.hierarchical({2: two_groups, 6: "all"}, codec=codecs.int8()),
+        "hierarchical_int8": cadenza.hierarchical({2: two_groups, 6: "all"}, codec=int8()),
         "hierarchical_late": cadenza.hierarchical({3: two_groups, 6: "all"}, delay=2),
         "own_at_each_level": Strategy(levels=(inner, outer), delay=1),
         "slowmo": cadenza.slowmo(period=4),
