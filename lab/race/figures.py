@@ -56,12 +56,11 @@ class Times:
 
     def above(self, label: str, link: str, period: int | None = None) -> float | None:
         """Return what a step takes above compute alone, which every run measured beside its own steps."""
-        entry = ENTRIES[label]
-
-        def figures(job: Job) -> list[float]:
-            return [run["elapsed_s"] / job.steps - run["floor_s"] for run in self._same(job, link)]
-
-        return self._by_period(entry, period, figures)
+        return self._by_period(
+            ENTRIES[label],
+            period,
+            lambda job: [run["elapsed_s"] / job.steps - run["floor_s"] for run in self._same(job, link)],
+        )
 
     def sent(self, label: str, link: str, period: int | None = None) -> float | None:
         """Return the bytes that a worker sends in a step on average."""

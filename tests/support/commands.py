@@ -34,22 +34,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
 
 
-def cadenza(*arguments: object, folder: Path, code: int = 0) -> str:
-    """Run the command in a folder, and return what it printed, errors included."""
-    done = subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout
-    return done.stdout
-
-
 @contextmanager
 def started(*arguments: object, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """The command, at work; ended in any case."""
@@ -67,6 +51,14 @@ def started(*arguments: object, folder: Path) -> Iterator[subprocess.Popen[str]]
         if front.poll() is None:
             front.kill()
         front.communicate()
+
+
+def cadenza(*arguments: object, folder: Path, code: int = 0) -> str:
+    """Run the command in a folder, and return what it printed, errors included."""
+    with started(*arguments, folder=folder) as front:
+        printed, _ = front.communicate(timeout=PATIENCE_S)
+    assert front.returncode == code, printed
+    return printed
 
 
 def free_port() -> int:
