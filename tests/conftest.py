@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
+from cadenza.codecs import native
 from cadenza.membership.names import ask_nobody
 from support.ranks import RankPool
 
@@ -36,3 +37,12 @@ def rank_pool() -> Iterator[RankPool]:
 def ranks(rank_pool: RankPool) -> RankPool:
     """``ranks.run(4, function, *args)``: the results of a function on four real Gloo ranks."""
     return rank_pool
+
+
+@pytest.fixture(params=["machine code", "torch"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codecs' kernels, compiled, and in torch's operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "kernels", lambda: None)
+    elif native.kernels() is None:
+        pytest.skip("needs a C compiler")

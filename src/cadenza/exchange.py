@@ -21,7 +21,7 @@ from cadenza.transports import Lane, Transport
 
 _MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
 _LEAST = 1 << 16  # values in a message: shorter ones take longer to begin than to travel
-_MESSAGES = 4  # of a round, if it is long enough: while one is on the wire, its neighbours are encoded and decoded
+_MESSAGES = 8  # of a round, if it is long enough: while one is on the wire, its neighbours are encoded and decoded
 _SAMPLE = 1 << 16  # values of a round by which it is told what encoding loses
 
 __all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "pipeline", "stage_part"]

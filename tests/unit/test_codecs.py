@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from cadenza.codecs import Codec, bf16, e3m0, error_feedback, fp16, fp32, int8, topk
 from cadenza.codecs.sparse import _pack_codes, _pack_places, _unpack_codes, _unpack_places
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     data = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)

@@ -14,8 +14,8 @@ class Codec(Protocol):
     """A way to write fp32 values as bytes.
 
     Encoded bytes may lie anywhere in a larger buffer, at odd addresses too. Nothing waits for a device, and scratch
-    memory has a constant bound. Equal values give equal bytes, and equal bytes equal values, on every rank. A zero
-    comes back as zero, and −x as the negative of what x comes back as.
+    memory has a constant bound. Equal bytes give equal values on every rank, and equal values equal bytes on machines
+    of one kind. A zero comes back as zero, and −x as the negative of what x comes back as.
 
     >>> from cadenza.codecs import int8
     >>> codec, values = int8(), torch.tensor([0.5, -1.0, 0.0])

@@ -54,8 +54,8 @@ def _check(codec: Codec, values: torch.Tensor, values_name: str, data: torch.Ten
             f"{codec.name}: `{values_name}` is {_facts(values)}; give a contiguous 1-D float32 tensor, such as "
             ".float().contiguous().view(-1) returns."
         )
-    if data.dtype != torch.uint8 or data.ndim != 1:
-        raise TypeError(f"{codec.name}: `{data_name}` is {_facts(data)}; give a 1-D uint8 tensor.")
+    if data.dtype != torch.uint8 or data.ndim != 1 or not data.is_contiguous():
+        raise TypeError(f"{codec.name}: `{data_name}` is {_facts(data)}; give a contiguous 1-D uint8 tensor.")
     needed = codec.encoded_bytes(values.numel())
     if data.numel() != needed:
         raise ValueError(

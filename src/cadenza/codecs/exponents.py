@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode, check_whole_number
+from cadenza.codecs.native import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 
 __all__ = ["e3m0"]
@@ -37,7 +38,7 @@ def e3m0(*, block: int = 512) -> Codec:
       shorter, and has fewer groups if it has fewer than 32 values; zeros fill its groups up to an equal size.
     - *Choice of the scale*: of the two that lie between 2^-¼ and 2^¼ times the group's largest magnitude, the one that
       loses less in the sum of squares.
-    - *Rounding*: to the nearest level, halves away from zero; decided on value / scale as a half-precision number, so
+    - *Rounding*: to the nearest level, halves away from zero; in torch, decided on a half-precision number, so
       that within 2^-10 of a half either neighbour may be taken. Below 1/128 of the scale: zero. So a value loses at
       most a third of itself, or 1/107 of the largest magnitude in its group.
     - *Bytes*: a value is the four bits `s e e e`. In a block of n values, byte j holds value j in its low half and
@@ -67,6 +68,10 @@ class Exponents:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
+        if kernels := kernels_for(values, out):
+            scratch = torch.empty(3 * self.block)
+            kernels.e3m0_encode(values.data_ptr(), values.numel(), self.block, out.data_ptr(), scratch.data_ptr())
+            return
         one = two = wide = halves = signs = None
         for rows, codes, fine, scale_bytes in self._pieces(values, out):
             missing = 2 * codes.shape[1] - rows.shape[1]
@@ -80,6 +85,10 @@ class Exponents:
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
+        if kernels := kernels_for(data, out):
+            scratch = torch.empty(3 * self.block)
+            kernels.e3m0_decode(data.data_ptr(), out.numel(), self.block, out.data_ptr(), scratch.data_ptr())
+            return
         for rows, codes, fine, scale_bytes in self._pieces(out, data):
             levels = _levels(codes).to(torch.float32)
             _grouped(levels, fine).mul_(_scales(fine, read(scale_bytes, torch.float32)))
@@ -87,6 +96,12 @@ class Exponents:
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
+        if kernels := kernels_for(data, out):
+            scratch = torch.empty(3 * self.block)
+            kernels.e3m0_decode_add(
+                data.data_ptr(), out.numel(), self.block, weight, out.data_ptr(), scratch.data_ptr()
+            )
+            return
         for rows, codes, fine, scale_bytes in self._pieces(out, data):
             levels, scales = _levels(codes).to(torch.float32), _scales(fine, read(scale_bytes, torch.float32) * weight)
             if levels.shape == rows.shape:

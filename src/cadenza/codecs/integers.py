@@ -10,7 +10,7 @@ import torch
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode, check_whole_number
-from cadenza.codecs.fused import fused
+from cadenza.codecs.native import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 
 __all__ = ["int8"]
@@ -50,23 +50,32 @@ class Integers:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
+        if kernels := kernels_for(values, out):
+            kernels.int8_encode(values.data_ptr(), values.numel(), self.block, out.data_ptr())
+            return
         scratch = None
         for rows, codes, scale_bytes in self._pieces(values, out):
             scratch = like(scratch, rows)
             with writing(scale_bytes, torch.float32) as scales:
-                _encode(rows, codes, scales, scratch=scratch)
+                _encode(rows, codes, scales, scratch)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
+        if kernels := kernels_for(data, out):
+            kernels.int8_decode(data.data_ptr(), out.numel(), self.block, out.data_ptr())
+            return
         for rows, codes, scale_bytes in self._pieces(out, data):
-            _decode(rows, codes, read(scale_bytes, torch.float32))
+            rows.copy_(codes).mul_(read(scale_bytes, torch.float32))
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
+        if kernels := kernels_for(data, out):
+            kernels.int8_decode_add(data.data_ptr(), out.numel(), self.block, weight, out.data_ptr())
+            return
         scratch = None
         for rows, codes, scale_bytes in self._pieces(out, data):
             scratch = like(scratch, rows)
-            _decode_add(rows, codes, read(scale_bytes, torch.float32) * weight, scratch=scratch)
+            rows.addcmul_(scratch.copy_(codes), read(scale_bytes, torch.float32) * weight)
 
     def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut values, their integers and the bytes of their scales."""
@@ -75,25 +84,8 @@ class Integers:
         return in_pieces(values.numel(), self.block, *parts)
 
 
-@fused
-def _encode(
-    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, scratch: torch.Tensor | None = None
-) -> None:
-    scratch = like(scratch, rows)
+def _encode(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
     largest = torch.abs(rows, out=scratch).amax(dim=1, keepdim=True)  # five times as fast as aminmax or a norm
     torch.div(largest, _LARGEST, out=scales)
     torch.mul(rows, largest.clamp_(min=_NOTHING).reciprocal_().mul_(_LARGEST), out=scratch)
     codes.copy_(scratch.round_())
-
-
-@fused
-def _decode(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    out.copy_(codes)
-    out.mul_(scales)
-
-
-@fused
-def _decode_add(
-    out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, scratch: torch.Tensor | None = None
-) -> None:
-    out.addcmul_(like(scratch, out).copy_(codes), scales)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["in_pieces", "is_whole_piece", "like", "piece_values", "read", "writing"]
+__all__ = ["in_pieces", "like", "piece_values", "read", "writing"]
 
 # Values. On a CPU the piece and its scratch fit the second-level cache; on a GPU every kernel has enough to do.
 _CPU_PIECE = 1 << 17
@@ -45,11 +45,6 @@ def in_pieces(
 def piece_values(device: torch.device) -> int:
     """Return how many values make a piece."""
     return _CPU_PIECE if device.type == "cpu" else _GPU_PIECE
-
-
-def is_whole_piece(rows: torch.Tensor) -> bool:
-    """Tell whether these rows are as many as one piece holds, so that many more of the same shape may come."""
-    return rows.numel() + rows.shape[-1] > piece_values(rows.device)
 
 
 def like(scratch: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -69,6 +69,21 @@ def test_versions_below_what_the_package_asks_for_are_problems(monkeypatch: pyte
     assert ">=2.6" in found["torch"].text
 
 
+@pytest.mark.parametrize(
+    ("environment", "advice"),
+    [({"CADENZA_NATIVE": "0"}, "unset CADENZA_NATIVE"), ({"PATH": "", "CC": ""}, "install gcc")],
+)
+def test_codecs_without_machine_code_are_noted(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], advice: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("cadenza.codecs.native.kernels", lambda: None)
+    found = machine._codecs()
+    assert found.level == "note"
+    assert advice in found.advice
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     version = machine.metadata.version
 

@@ -30,6 +30,7 @@ def inspect_machine(*, ranks_here: int, ranks: int) -> list[Finding]:
         judge_threads(cores(), ranks_here, os.environ.get("OMP_NUM_THREADS"), _threads()),
         _files(ranks),
         _shared_memory(),
+        _codecs(),
         *_room_in_shm(),
         _disk(),
     ]
@@ -200,6 +201,19 @@ def _shared_memory() -> Finding:
     if not hasattr(os, "memfd_create"):
         return note(subject, f"not on {sys.platform}; ranks of one host talk over Gloo")
     return ok(subject, "ranks that are all on one host exchange through it")
+
+
+def _codecs() -> Finding:
+    from cadenza.codecs import native
+
+    subject, slow = "codecs", "int8 and E3M0 take several times the processor's time"
+    if native.kernels() is not None:
+        return ok(subject, f"int8 and E3M0 are machine code, made by {native.compiler()}")
+    if os.environ.get("CADENZA_NATIVE") == "0":
+        return note(subject, f"CADENZA_NATIVE=0: {slow}", "unset CADENZA_NATIVE, unless you meant it")
+    if (command := native.compiler()) is not None:
+        return note(subject, f"{command} cannot compile them: {slow}", "set CC to a C compiler that works")
+    return note(subject, f"no C compiler: {slow}", "install gcc or clang")
 
 
 def _room_in_shm() -> list[Finding]:
