@@ -275,9 +275,14 @@ SITES = (
 
 def sites(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
     """Yield what runs on two sites of two hosts: 1 Gbit/s inside, slow between."""
-    for between in ("100mbit", "20mbit"):
+    for link in site_links(scale):
         for job in _timed_jobs(scale, labels or SITES):
-            yield job, f"sites 1gbit {between}"
+            yield job, link
+
+
+def site_links(scale: Scale) -> list[str]:
+    """Return the slow links between two sites that are fast inside."""
+    return [f"sites 1gbit {between}" for between in scale.links if between != "1gbit"]
 
 
 SYNCS = (
