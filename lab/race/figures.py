@@ -67,11 +67,12 @@ class Times:
         return self._by_period(ENTRIES[label], period, lambda job: self.all(job, link, "bytes_sent"))
 
     def _by_period(self, entry: Entry, period: int | None, figures: Callable[[Job], list[float]]) -> float | None:
-        """Return the median of a step's figures; where only one period was timed, it comes as often as the period."""
+        """Return the median of a step's figures; where a period was not timed, from the one that was."""
         period = period or entry.timed_period
-        timed = period if entry.each_period else entry.timed_period
-        found = figures(plans.timed(entry, self._scale, timed))
-        return statistics.median(found) * timed / period if found else None
+        for timed in [period] if entry.each_period else [period, entry.timed_period]:
+            if found := figures(plans.timed(entry, self._scale, timed)):
+                return statistics.median(found) * timed / period
+        return None
 
     def extra_models(self, label: str, millions: float) -> float | None:
         """Return the peak of the resident set above compute alone's, in copies of a model of matrices."""
