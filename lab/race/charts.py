@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.race import plans
-from lab.race.figures import Times, quickest, target_of, ways
+from lab.race.figures import Finish, Times, final_losses, quickest, target_of, ways
 from lab.race.plans import Scale
 from lab.race.runner import Results, bits_a_second
 
@@ -24,10 +26,15 @@ def draw(folder: Path, pictures: Path, scale: Scale) -> None:
     results = {race: Results(path) for race in plans.RACES if (path := folder / f"race_{race}.json").exists()}
     if {"training", "timing"} <= results.keys():
         draw_finishes(results, pictures / "race_to_loss.svg", scale)
+    if {"training", "sites"} <= results.keys():
+        draw_sites(results, pictures / "race_sites.svg", scale)
     if "timing" in results:
         draw_utilisation(results, pictures / "race_utilisation.svg", scale)
     if "syncs" in results:
         draw_syncs(results["syncs"], pictures / "race_syncs.svg", scale)
+        draw_memory(results["syncs"], pictures / "race_memory.svg", scale)
+    if "losses" in results:
+        draw_losses(results["losses"], pictures / "race_losses.svg", scale)
 
 
 def colour(label: str) -> str:
@@ -35,21 +42,50 @@ def colour(label: str) -> str:
 
 
 def draw_finishes(results: dict[str, Results], path: Path, scale: Scale) -> None:
-    """Draw the time to the same loss: compute below, what is above it on top."""
+    """Draw the time to the same loss on every link."""
     times, target = Times(results["timing"].runs, scale), target_of(results["training"], scale)
-    figure, every = panels(len(scale.links), height=4.6)
+    figure, every = panels(len(scale.links), height=5.2)
     for axes, link in zip(every, scale.links, strict=True):
-        every = ways(results["training"], times, scale, target, link)
-        found = sorted(quickest(every), key=lambda way: -way.seconds)
-        names = [way.label for way in found]
-        axes.barh(names, [way.alone_s for way in found], color="#cbd5e1")
-        above = [max(0.0, way.overhead_s) for way in found]
-        axes.barh(names, above, left=[way.alone_s for way in found], color=[colour(name) for name in names])
-        end = 3 * min((way.seconds for way in found), default=1.0)  # what takes longer is cut off, and told
-        for way in found:
-            place, ink = (way.seconds, "black") if way.seconds < 0.95 * end else (0.87 * end, "white")
-            axes.text(place + 0.01 * end, way.label, f"{way.seconds:.0f}", va="center", fontsize=7, color=ink)
-        axes.set(title=link, xlabel=f"seconds to {target:.2f} nats", xlim=(0, end))
+        draw_bars(axes, quickest(ways(results["training"], times, scale, target, link)))
+        axes.set(title=link, xlabel=f"seconds to {target:.2f} nats")
+    save(figure, path)
+
+
+def draw_sites(results: dict[str, Results], path: Path, scale: Scale) -> None:
+    """Draw the time to the same loss on two sites."""
+    times, target = Times(results["sites"].runs, scale), target_of(results["training"], scale)
+    links = plans.site_links(scale)
+    figure, every = panels(len(links))
+    for axes, link in zip(every, links, strict=True):
+        draw_bars(axes, quickest(ways(results["training"], times, scale, target, link)))
+        axes.set(title=f"{link.split()[-1]} between two sites", xlabel=f"seconds to {target:.2f} nats")
+    save(figure, path)
+
+
+def draw_bars(axes: Any, found: Sequence[Finish]) -> None:
+    """Draw a bar for each contender: compute first, then what is above it."""
+    found = sorted(found, key=lambda way: -way.seconds)
+    names = [way.label for way in found]
+    axes.barh(names, [way.alone_s for way in found], color="#cbd5e1")
+    above = [max(0.0, way.overhead_s) for way in found]
+    axes.barh(names, above, left=[way.alone_s for way in found], color=[colour(name) for name in names])
+    end = 3 * min((way.seconds for way in found), default=1.0)  # what takes longer is cut off, and told
+    for way in found:
+        place, ink = (way.seconds, "black") if way.seconds < 0.95 * end else (0.87 * end, "white")
+        axes.text(place + 0.01 * end, way.label, f"{way.seconds:.0f}", va="center", fontsize=7, color=ink)
+    axes.set_xlim(0, end)
+
+
+def draw_losses(results: Results, path: Path, scale: Scale) -> None:
+    """Draw the loss at equal tokens above DDP's, with the spread between seeds."""
+    ends = {label: values for label, values in final_losses(results, scale).items() if values}
+    ddp = statistics.fmean(ends.pop("DDP"))
+    figure, (axes,) = panels(1)
+    names = list(reversed(ends))
+    above = [100 * (statistics.fmean(ends[name]) / ddp - 1) for name in names]
+    spread = [100 * statistics.stdev(ends[name]) / ddp if len(ends[name]) > 1 else 0.0 for name in names]
+    axes.barh(names, above, xerr=spread, color=OURS, error_kw={"elinewidth": 1, "capsize": 3})
+    axes.set(xlabel="held-out loss above DDP's, %, and its standard deviation between seeds")
     save(figure, path)
 
 
@@ -91,6 +127,17 @@ def draw_syncs(results: Results, path: Path, scale: Scale) -> None:
             axes.plot(*zip(*points, strict=True), marker=next(markers), label=label, color=colour(label), linewidth=1.2)
     axes.set(xlabel="million parameters", ylabel="seconds", xscale="log", yscale="log")
     axes.legend(fontsize=7)
+    save(figure, path)
+
+
+def draw_memory(results: Results, path: Path, scale: Scale) -> None:
+    """Draw the peak of memory above compute alone, in copies of the largest model."""
+    times, millions = Times(results.runs, scale), max(scale.millions)
+    figure, (axes,) = panels(1)
+    found = {label: extra for label in plans.SYNCS[1:] if (extra := times.extra_models(label, millions)) is not None}
+    names = sorted(found, key=lambda label: -found[label])
+    axes.barh(names, [found[name] for name in names], color=[colour(name) for name in names])
+    axes.set(xlabel=f"peak memory above compute alone, in copies of a model of {millions:g} M parameters")
     save(figure, path)
 
 

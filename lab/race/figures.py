@@ -12,7 +12,7 @@ from lab.race.jobs import Job
 from lab.race.plans import ENTRIES, Entry, Scale
 from lab.race.runner import Results
 
-__all__ = ["Finish", "Times", "crossing", "curves", "quickest", "target_of", "ways"]
+__all__ = ["Finish", "Times", "crossing", "curves", "final_losses", "quickest", "target_of", "ways"]
 
 
 def crossing(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
@@ -67,11 +67,18 @@ class Times:
         return self._by_period(ENTRIES[label], period, lambda job: self.all(job, link, "bytes_sent"))
 
     def _by_period(self, entry: Entry, period: int | None, figures: Callable[[Job], list[float]]) -> float | None:
-        """Return the median of a step's figures; where only one period was timed, it comes as often as the period."""
+        """Return the median of a step's figures; where a period was not timed, from the one that was."""
         period = period or entry.timed_period
-        timed = period if entry.each_period else entry.timed_period
-        found = figures(plans.timed(entry, self._scale, timed))
-        return statistics.median(found) * timed / period if found else None
+        for timed in [period] if entry.each_period else [period, entry.timed_period]:
+            if found := figures(plans.timed(entry, self._scale, timed)):
+                return statistics.median(found) * timed / period
+        return None
+
+    def extra_models(self, label: str, millions: float) -> float | None:
+        """Return the peak of the resident set above compute alone's, in copies of a model of matrices."""
+        job, alone = plans.one_sync(label, millions), plans.one_sync("compute alone", millions)
+        own, other = (self.of(one, plans.SYNC_LINK, "peak_bytes") for one in (job, alone))
+        return None if own is None or other is None else (own - other) * job.steps / (millions * 4e6)
 
     def alone(self, link: str) -> float | None:
         """Return what a step of compute alone takes, by all blocks of it on a link."""
@@ -92,6 +99,18 @@ def curves(results: Results, scale: Scale, label: str) -> list[tuple[Job, list[t
         if run is not None and "failed" not in run:
             found.append((job, [(step, loss) for step, loss in run["curve"]]))
     return found
+
+
+def final_losses(results: Results, scale: Scale) -> dict[str, list[float]]:
+    """Return the last loss of every strategy and codec, for each seed that has run."""
+    return {
+        label: [
+            run["curve"][-1][1]
+            for job, link in plans.losses(scale, [label])
+            if (run := results.find(job, link)) is not None and run.get("curve")
+        ]
+        for label in plans.LOSSES
+    }
 
 
 def target_of(results: Results, scale: Scale) -> float:

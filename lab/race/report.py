@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lab.race import charts, plans
-from lab.race.figures import Finish, Times, least_megabytes, quickest, target_of, ways
+from lab.race.figures import Finish, Times, final_losses, least_megabytes, quickest, target_of, ways
 from lab.race.plans import ENTRIES, FULL, Scale
 from lab.race.runner import Results, bits_a_second
 
@@ -134,7 +134,7 @@ def utilisation(results: dict[str, Results], scale: Scale) -> str:
 def sites(results: dict[str, Results], scale: Scale) -> str:
     """Tell flat against hierarchical on two sites: by the step, and to the same loss."""
     times = Times(results["sites"].runs, scale)
-    links = list(dict.fromkeys(link for _, link in plans.sites(scale)))
+    links = plans.site_links(scale)
     rows = []
     for label in plans.SITES[1:]:
         row = [label]
@@ -204,22 +204,13 @@ def memory(results: dict[str, Results], scale: Scale) -> str:
     times = Times(results["syncs"].runs, scale)
     rows = []
     for label in plans.SYNCS[1:]:
-        row = [label]
-        for millions in largest:
-            job, alone = plans.one_sync(label, millions), plans.one_sync("compute alone", millions)
-            own, other = (times.of(j, plans.SYNC_LINK, "peak_bytes") for j in (job, alone))
-            extra = None if own is None or other is None else (own - other) * job.steps / (millions * 4e6)
-            row.append(number(extra))
-        rows.append(row)
+        rows.append([label, *(number(times.extra_models(label, millions)) for millions in largest)])
     return table(["contender", *(f"{millions:g} M: models above compute alone" for millions in largest)], rows)
 
 
 def losses(results: dict[str, Results], scale: Scale) -> str:
     """Tell the loss at equal tokens, with the spread between seeds."""
-    ends: dict[str, list[float]] = {}
-    for label in plans.LOSSES:
-        runs = [results["losses"].find(job, link) for job, link in plans.losses(scale, [label])]
-        ends[label] = [run["curve"][-1][1] for run in runs if run is not None and run.get("curve")]
+    ends = final_losses(results["losses"], scale)
     ddp = statistics.fmean(ends["DDP"]) if ends["DDP"] else None
     rows = [
         [
@@ -276,8 +267,11 @@ def trained(results: dict[str, Results], scale: Scale) -> str:
 
 PICTURED = {  # the charts, and what they show
     "to-loss": ("race_to_loss.svg", "Seconds to the same held-out loss, by link"),
+    "sites": ("race_sites.svg", "Seconds to the same held-out loss on two sites"),
     "utilisation": ("race_utilisation.svg", "Share of the time that is compute, by bandwidth"),
     "syncs": ("race_syncs.svg", "Seconds of one synchronisation, by the size of the model"),
+    "memory": ("race_memory.svg", "Peak memory above compute alone"),
+    "losses": ("race_losses.svg", "Held-out loss at equal tokens, above DDP's"),
 }
 Telling = Callable[[dict[str, Results], Scale], str]
 SECTIONS: dict[str, tuple[tuple[str, ...], Telling]] = {
