@@ -111,6 +111,13 @@ def test_without_a_place_to_keep_it_it_is_made_for_this_process(tmp_path: Path) 
     assert use(XDG_CACHE_HOME=str(nowhere)) == "7ffe00 True"
 
 
+def test_code_is_not_kept_where_others_could_put_theirs(tmp_path: Path) -> None:
+    (tmp_path / "cadenza").mkdir()
+    (tmp_path / "cadenza").chmod(0o777)
+    assert use(XDG_CACHE_HOME=str(tmp_path)) == "7ffe00 True"
+    assert list((tmp_path / "cadenza").iterdir()) == []
+
+
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     assert use(XDG_CACHE_HOME=str(tmp_path), CADENZA_NATIVE="0") == "7ffe00 False"
     assert list(tmp_path.iterdir()) == []

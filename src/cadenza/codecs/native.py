@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -75,12 +76,17 @@ def compiler() -> str | None:
 
 def _load(command: str) -> ctypes.CDLL:
     """Load the kernels from the cache, into which they are compiled if they are not there."""
+    if (folder := _cache()) is not None:
+        return _load_from(folder, command)
     with tempfile.TemporaryDirectory() as nowhere:  # loaded code stays when its file goes
-        folder = _cache() or Path(nowhere)
-        library = folder / f"kernels-{_key(command)}.so"
-        if not library.exists():
-            _compile(command, library)
-        return ctypes.CDLL(str(library))
+        return _load_from(Path(nowhere), command)
+
+
+def _load_from(folder: Path, command: str) -> ctypes.CDLL:
+    library = folder / f"kernels-{_key(command)}.so"
+    if not library.exists():
+        _compile(command, library)
+    return ctypes.CDLL(str(library))
 
 
 def _compile(command: str, library: Path) -> None:
@@ -97,14 +103,15 @@ def _compile(command: str, library: Path) -> None:
 
 
 def _cache() -> Path | None:
-    """Return the folder of compiled kernels, or None if there cannot be one."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "cadenza"
+    """Return the folder of compiled kernels; None if there can be none, or others could put code there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cadenza"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
     except OSError:
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    ours = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if ours and os.access(folder, os.W_OK) else None
 
 
 def _key(command: str) -> str:
