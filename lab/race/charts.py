@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.race import plans
-from lab.race.figures import Finish, Times, final_losses, quickest, target_of, ways
+from lab.race.figures import Finish, Times, final_losses, link_allows, quickest, target_of, ways
 from lab.race.plans import Scale
 from lab.race.runner import Results, bits_a_second
 
@@ -112,21 +112,25 @@ def draw_utilisation(results: dict[str, Results], path: Path, scale: Scale) -> N
 
 
 def draw_syncs(results: Results, path: Path, scale: Scale) -> None:
-    """Draw what one synchronisation takes as the model grows."""
+    """Draw what one synchronisation takes as the model and the workers grow, by what the link allows in fp32."""
     times = Times(results.runs, scale)
-    figure, (axes,) = panels(1)
-    markers = iter("osD^vPX*+x1")
-    for label in plans.SYNCS[1:]:
-        points = []
-        for millions in scale.millions:
-            own = times.of(plans.one_sync(label, millions), plans.SYNC_LINK, "elapsed_s")
-            alone = times.of(plans.one_sync("compute alone", millions), plans.SYNC_LINK, "elapsed_s")
-            if own is not None and alone is not None and own > alone:
-                points.append((millions, own - alone))
-        if points:
-            axes.plot(*zip(*points, strict=True), marker=next(markers), label=label, color=colour(label), linewidth=1.2)
-    axes.set(xlabel="million parameters", ylabel="seconds", xscale="log", yscale="log")
-    axes.legend(fontsize=7)
+    figure, (by_size, by_workers) = panels(2)
+    sizes = {millions: (millions, plans.SYNC_LINK) for millions in scale.millions}
+    workers = {count: (plans.middle(scale), plans.sync_link(count)) for count in sorted(scale.workers)}
+    for axes, places in ((by_size, sizes), (by_workers, workers)):
+        markers = iter("osD^vPX*+x1")
+        for label in plans.SYNCS[1:]:
+            costs = {at: (times.sync(label, *place), link_allows(*place)) for at, place in places.items()}
+            points = [(at, cost / least) for at, (cost, least) in costs.items() if cost]
+            if points:
+                how = {"marker": next(markers), "label": label, "color": colour(label), "linewidth": 1.2}
+                axes.plot(*zip(*points, strict=True), **how)
+        axes.set(yscale="log", ylabel="time ÷ what the link allows in fp32")
+        axes.set_yticks([0.3, 0.5, 1, 2, 3], ["0.3", "0.5", "1", "2", "3"])
+        axes.minorticks_off()
+    by_size.set(xlabel="million parameters, 4 workers", xscale="log")
+    by_workers.set(xlabel=f"workers, {plans.middle(scale):g} M parameters", xticks=sorted(scale.workers))
+    by_workers.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)
 
 
@@ -137,7 +141,7 @@ def draw_memory(results: Results, path: Path, scale: Scale) -> None:
     found = {label: extra for label in plans.SYNCS[1:] if (extra := times.extra_models(label, millions)) is not None}
     names = sorted(found, key=lambda label: -found[label])
     axes.barh(names, [found[name] for name in names], color=[colour(name) for name in names])
-    axes.set(xlabel=f"peak memory above compute alone, in copies of a model of {millions:g} M parameters")
+    axes.set(xlabel=f"peak memory above compute alone, in models of {millions:g} M")
     save(figure, path)
 
 

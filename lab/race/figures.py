@@ -10,9 +10,9 @@ from typing import Any
 from lab.race import plans
 from lab.race.jobs import Job
 from lab.race.plans import ENTRIES, Entry, Scale
-from lab.race.runner import Results
+from lab.race.runner import Results, bits_a_second
 
-__all__ = ["Finish", "Times", "crossing", "curves", "final_losses", "quickest", "target_of", "ways"]
+__all__ = ["Finish", "Times", "crossing", "curves", "final_losses", "link_allows", "quickest", "target_of", "ways"]
 
 
 def crossing(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
@@ -73,6 +73,12 @@ class Times:
             if found := figures(plans.timed(entry, self._scale, timed)):
                 return statistics.median(found) * timed / period
         return None
+
+    def sync(self, label: str, millions: float, link: str) -> float | None:
+        """Return what one synchronisation of a model of matrices takes."""
+        own = self.of(plans.one_sync(label, millions), link, "elapsed_s")
+        alone = self.of(plans.one_sync("compute alone", millions), link, "elapsed_s")
+        return None if own is None or alone is None else own - alone
 
     def extra_models(self, label: str, millions: float) -> float | None:
         """Return the peak of the resident set above compute alone's, in copies of a model of matrices."""
@@ -174,3 +180,10 @@ def quickest(found: Sequence[Finish]) -> list[Finish]:
 def least_megabytes(entry: Entry, parameters: int, workers: int, period: int) -> float:
     """Return what a worker must send in a step on average: a mean needs 2(N − 1)/N of every value, once a period."""
     return 2 * (workers - 1) / workers * parameters * entry.bits / 8 / period / 1e6
+
+
+def link_allows(millions: float, link: str) -> float:
+    """Return the seconds that a link needs for one mean in fp32."""
+    workers = int(link.split("x")[1]) if "x" in link else 4
+    sent = least_megabytes(ENTRIES["DDP"], round(millions * 1e6), workers, 1) * 1e6
+    return sent * 8 / (bits_a_second(link) or 1)

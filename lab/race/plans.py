@@ -316,13 +316,22 @@ SYNC_LINK = "1gbit"
 
 def syncs(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
     """Yield synchronisations of growing models, and of growing numbers of workers."""
-    middle = sorted(scale.millions)[len(scale.millions) // 2]
     for label in labels or SYNCS:
         for millions in scale.millions:
             yield one_sync(label, millions), SYNC_LINK
         for workers in scale.workers:
             if workers != 4:
-                yield one_sync(label, middle), f"{SYNC_LINK} x{workers}"
+                yield one_sync(label, middle(scale)), sync_link(workers)
+
+
+def middle(scale: Scale) -> float:
+    """Return the size at which the workers grow."""
+    return sorted(scale.millions)[len(scale.millions) // 2]
+
+
+def sync_link(workers: int) -> str:
+    """Return the link of so many workers."""
+    return SYNC_LINK if workers == 4 else f"{SYNC_LINK} x{workers}"
 
 
 def one_sync(label: str, millions: float) -> Job:

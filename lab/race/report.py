@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lab.race import charts, plans
-from lab.race.figures import Finish, Times, final_losses, least_megabytes, quickest, target_of, ways
+from lab.race.figures import Finish, Times, final_losses, link_allows, quickest, target_of, ways
 from lab.race.plans import ENTRIES, FULL, Scale
 from lab.race.runner import Results, bits_a_second
 
@@ -175,27 +175,14 @@ def between(link: str) -> str:
 def syncs(results: dict[str, Results], scale: Scale) -> str:
     """Tell what one synchronisation takes, by size and by workers, and what it needs in memory."""
     times = Times(results["syncs"].runs, scale)
-    middle = sorted(scale.millions)[len(scale.millions) // 2]
     places = [(millions, plans.SYNC_LINK) for millions in scale.millions]
-    places += [(middle, f"{plans.SYNC_LINK} x{workers}") for workers in scale.workers if workers != 4]
-
-    def cost(label: str, millions: float, link: str) -> float | None:
-        own = times.of(plans.one_sync(label, millions), link, "elapsed_s")
-        alone = times.of(plans.one_sync("compute alone", millions), link, "elapsed_s")
-        return None if own is None or alone is None else own - alone
-
-    rows = [["the link allows, fp32", *(f"{1e3 * floor(millions, link):.0f}" for millions, link in places)]]
+    places += [(plans.middle(scale), plans.sync_link(workers)) for workers in scale.workers if workers != 4]
+    rows = [["the link allows, fp32", *(f"{1e3 * link_allows(*place):.0f}" for place in places)]]
     for label in plans.SYNCS[1:]:
-        costs = [cost(label, millions, link) for millions, link in places]
+        costs = [times.sync(label, *place) for place in places]
         rows.append([label, *(number(None if value is None else 1e3 * value, 0) for value in costs)])
     head = [f"{millions:g} M" + (f", {link.split('x')[1]} workers" if "x" in link else "") for millions, link in places]
     return f"Milliseconds, at {plans.SYNC_LINK}, 4 workers if not said.\n\n{table(['contender', *head], rows)}"
-
-
-def floor(millions: float, link: str) -> float:
-    workers = int(link.split("x")[1]) if "x" in link else 4
-    sent = least_megabytes(ENTRIES["DDP"], round(millions * 1e6), workers, 1) * 1e6
-    return sent * 8 / (bits_a_second(link) or 1)
 
 
 def memory(results: dict[str, Results], scale: Scale) -> str:
@@ -269,7 +256,7 @@ PICTURED = {  # the charts, and what they show
     "to-loss": ("race_to_loss.svg", "Seconds to the same held-out loss, by link"),
     "sites": ("race_sites.svg", "Seconds to the same held-out loss on two sites"),
     "utilisation": ("race_utilisation.svg", "Share of the time that is compute, by bandwidth"),
-    "syncs": ("race_syncs.svg", "Seconds of one synchronisation, by the size of the model"),
+    "syncs": ("race_syncs.svg", "What one synchronisation takes, by the size of the model and the number of workers"),
     "memory": ("race_memory.svg", "Peak memory above compute alone"),
     "losses": ("race_losses.svg", "Held-out loss at equal tokens, above DDP's"),
 }
