@@ -111,6 +111,15 @@ def test_without_a_place_to_keep_it_it_is_made_for_this_process(tmp_path: Path) 
     assert use(XDG_CACHE_HOME=str(nowhere)) == "7ffe00 True"
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_knows() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody_knows)
+    assert native._cache() is None
+
+
 def test_code_is_not_kept_where_others_could_put_theirs(tmp_path: Path) -> None:
     (tmp_path / "cadenza").mkdir()
     (tmp_path / "cadenza").chmod(0o777)

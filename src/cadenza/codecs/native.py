@@ -104,11 +104,11 @@ def _compile(command: str, library: Path) -> None:
 
 def _cache() -> Path | None:
     """Return the folder of compiled kernels; None if there can be none, or others could put code there."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cadenza"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cadenza"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where nobody knows whose home it would be
         return None
     ours = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return folder if ours and os.access(folder, os.W_OK) else None
