@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ def draw(folder: Path, pictures: Path, scale: Scale) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "cadenza", "font.size": 9, "svg.fonttype": "none"})
     results = {race: Results(path) for race in plans.RACES if (path := folder / f"race_{race}.json").exists()}
     if {"training", "timing"} <= results.keys():
-        draw_finishes(results, pictures / "race_to_loss.svg", scale)
+        titles = {link: link for link in scale.links}
+        draw_finishes(results, "timing", titles, pictures / "race_to_loss.svg", scale)
     if {"training", "sites"} <= results.keys():
-        draw_sites(results, pictures / "race_sites.svg", scale)
+        titles = {link: f"{link.split()[-1]} between two sites" for link in plans.site_links(scale)}
+        draw_finishes(results, "sites", titles, pictures / "race_sites.svg", scale)
     if "timing" in results:
         draw_utilisation(results, pictures / "race_utilisation.svg", scale)
     if "syncs" in results:
@@ -41,24 +43,13 @@ def colour(label: str) -> str:
     return OURS if label.startswith("Cadenza") else DDP if label.startswith("DDP") else THEIRS
 
 
-def draw_finishes(results: dict[str, Results], path: Path, scale: Scale) -> None:
-    """Draw the time to the same loss on every link."""
-    times, target = Times(results["timing"].runs, scale), target_of(results["training"], scale)
-    figure, every = panels(len(scale.links), height=5.2)
-    for axes, link in zip(every, scale.links, strict=True):
+def draw_finishes(results: dict[str, Results], race: str, titles: dict[str, str], path: Path, scale: Scale) -> None:
+    """Draw the time to the same loss on the links of a race, each under its title."""
+    times, target = Times(results[race].runs, scale), target_of(results["training"], scale)
+    figure, every = panels(len(titles), height=5.2 if race == "timing" else 4.2)
+    for axes, (link, title) in zip(every, titles.items(), strict=True):
         draw_bars(axes, quickest(ways(results["training"], times, scale, target, link)))
-        axes.set(title=link, xlabel=f"seconds to {target:.2f} nats")
-    save(figure, path)
-
-
-def draw_sites(results: dict[str, Results], path: Path, scale: Scale) -> None:
-    """Draw the time to the same loss on two sites."""
-    times, target = Times(results["sites"].runs, scale), target_of(results["training"], scale)
-    links = plans.site_links(scale)
-    figure, every = panels(len(links))
-    for axes, link in zip(every, links, strict=True):
-        draw_bars(axes, quickest(ways(results["training"], times, scale, target, link)))
-        axes.set(title=f"{link.split()[-1]} between two sites", xlabel=f"seconds to {target:.2f} nats")
+        axes.set(title=title, xlabel=f"seconds to {target:.2f} nats")
     save(figure, path)
 
 
@@ -102,8 +93,7 @@ def draw_utilisation(results: dict[str, Results], path: Path, scale: Scale) -> N
             for link in links
             if (step := times.step(label, link)) and (alone := times.alone(link))
         ]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker=next(markers), label=label, color=colour(label), linewidth=1.2)
+        draw_line(axes, label, points, markers)
     axes.set(xlabel="Mbit/s", ylabel="compute, % of the time", xscale="log", ylim=(0, 105))
     rates = [(bits_a_second(link) or 0) / 1e6 for link in links]
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -122,9 +112,7 @@ def draw_syncs(results: Results, path: Path, scale: Scale) -> None:
         for label in plans.SYNCS[1:]:
             costs = {at: (times.sync(label, *place), link_allows(*place)) for at, place in places.items()}
             points = [(at, cost / least) for at, (cost, least) in costs.items() if cost]
-            if points:
-                how = {"marker": next(markers), "label": label, "color": colour(label), "linewidth": 1.2}
-                axes.plot(*zip(*points, strict=True), **how)
+            draw_line(axes, label, points, markers)
         axes.set(yscale="log", ylabel="time ÷ what the link allows in fp32")
         axes.set_yticks([0.3, 0.5, 1, 2, 3], ["0.3", "0.5", "1", "2", "3"])
         axes.minorticks_off()
@@ -143,6 +131,12 @@ def draw_memory(results: Results, path: Path, scale: Scale) -> None:
     axes.barh(names, [found[name] for name in names], color=[colour(name) for name in names])
     axes.set(xlabel=f"peak memory above compute alone, in models of {millions:g} M")
     save(figure, path)
+
+
+def draw_line(axes: Any, label: str, points: Sequence[tuple[float, float]], markers: Iterator[str]) -> None:
+    """Draw a contender's line, if it has points, with a mark of its own."""
+    if points:
+        axes.plot(*zip(*points, strict=True), marker=next(markers), label=label, color=colour(label), linewidth=1.2)
 
 
 def panels(count: int, height: float = 4.2) -> tuple[Any, Any]:

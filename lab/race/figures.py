@@ -10,7 +10,7 @@ from typing import Any
 from lab.race import plans
 from lab.race.jobs import Job
 from lab.race.plans import ENTRIES, Entry, Scale
-from lab.race.runner import Results, bits_a_second
+from lab.race.runner import Link, Results, bits_a_second
 
 __all__ = ["Finish", "Times", "crossing", "curves", "final_losses", "link_allows", "quickest", "target_of", "ways"]
 
@@ -184,6 +184,5 @@ def least_megabytes(entry: Entry, parameters: int, workers: int, period: int) ->
 
 def link_allows(millions: float, link: str) -> float:
     """Return the seconds that a link needs for one mean in fp32."""
-    workers = int(link.split("x")[1]) if "x" in link else 4
-    sent = least_megabytes(ENTRIES["DDP"], round(millions * 1e6), workers, 1) * 1e6
+    sent = least_megabytes(ENTRIES["DDP"], round(millions * 1e6), Link(link).hosts, 1) * 1e6
     return sent * 8 / (bits_a_second(link) or 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from lab.race import charts, plans
 from lab.race.figures import Finish, Times, final_losses, link_allows, quickest, target_of, ways
 from lab.race.plans import ENTRIES, FULL, Scale
-from lab.race.runner import Results, bits_a_second
+from lab.race.runner import Link, Results, bits_a_second
 
 __all__ = ["told", "write"]
 
@@ -181,7 +181,7 @@ def syncs(results: dict[str, Results], scale: Scale) -> str:
     for label in plans.SYNCS[1:]:
         costs = [times.sync(label, *place) for place in places]
         rows.append([label, *(number(None if value is None else 1e3 * value, 0) for value in costs)])
-    head = [f"{millions:g} M" + (f", {link.split('x')[1]} workers" if "x" in link else "") for millions, link in places]
+    head = [f"{millions:g} M" + (f", {Link(link).hosts} workers" if "x" in link else "") for millions, link in places]
     return f"Milliseconds, at {plans.SYNC_LINK}, 4 workers if not said.\n\n{table(['contender', *head], rows)}"
 
 

@@ -28,13 +28,15 @@ UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 class Link(str):
     """Where a job runs: "100mbit", "unlimited" or, for two sites, "sites 1gbit 20mbit"; "x8": on 8 hosts."""
 
+    @property
+    def hosts(self) -> int:
+        return next((int(word[1:]) for word in self.split() if word.startswith("x")), 4)
+
     def network(self) -> Network:
-        words = self.split()
-        hosts = next((int(word[1:]) for word in words if word.startswith("x")), 4)
-        words = [word for word in words if not word.startswith("x")]
+        words = [word for word in self.split() if not word.startswith("x")]
         if words[0] == "sites":
-            return Network([hosts // 2, hosts // 2], rate=words[1], between=words[2])
-        return Network(hosts, rate=None if words[0] == "unlimited" else words[0])
+            return Network([self.hosts // 2, self.hosts // 2], rate=words[1], between=words[2])
+        return Network(self.hosts, rate=None if words[0] == "unlimited" else words[0])
 
 
 def bits_a_second(link: str) -> float | None:
