@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters as torch_average
 
-from cadenza.agreement import Header
-from cadenza.fragments import Fragment
+from cadenza.engine.header import Header
+from cadenza.engine.in_place_mean import run_round
+from cadenza.engine.packing import Fragment
 from cadenza.model_averaging.utils import average_parameters
-from cadenza.rounds import run_round
 from cadenza.transports import C10dTransport, connect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

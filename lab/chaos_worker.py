@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpt import GPT, Corpus, Shape, batches, held_out_loss, rate_at
 
 import cadenza
-from cadenza.membership.__main__ import main as serve_store
+from cadenza.membership import main as serve_store
 
 SHAPE = Shape(layers=2, width=32, heads=2, context=32)
 

@@ -38,7 +38,7 @@ FRESH: dict[str, Any] = {
 
 
 def main() -> int:
-    from cadenza.membership.names import ask_nobody
+    from cadenza.participants.name_lookup import ask_nobody
     from support.ranks import RankPool
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -67,7 +67,7 @@ def strike(pool: Any, dice: random.Random, told: dict[str, Any]) -> None:
     import torch
     from test_faults_phases import die_in_turn
 
-    from cadenza.membership.store import serve
+    from cadenza.participants.store import serve
     from support.faults import PHASES
     from support.ranks import RankFailure
 

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
 from cadenza.codecs import native
-from cadenza.membership.names import ask_nobody
+from cadenza.participants.name_lookup import ask_nobody
 from support.ranks import RankPool
 
 ask_nobody()  # the stores of tests are in this process: docs/reliability.md

@@ -5,10 +5,11 @@ drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.dd
 """
 
 from cadenza import codecs, observers, outer
+from cadenza.engine.synchronizer import Synchronizer, attach
 from cadenza.faults import raise_error, shrink, skip_round
-from cadenza.fragmentation import by_bytes, by_layers, whole
-from cadenza.membership import Membership, join
+from cadenza.fragments import by_bytes, by_layers, whole
 from cadenza.outer import nesterov
+from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
     diloco,
     hierarchical,
@@ -21,7 +22,6 @@ from cadenza.presets import (
 from cadenza.reports import RoundReport
 from cadenza.schedules import adaptive, changing, every
 from cadenza.strategy import LevelPlan, Strategy
-from cadenza.synchronizer import Synchronizer, attach
 from cadenza.topology import Topology
 from cadenza.version import __version__
 

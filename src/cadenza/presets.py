@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
-from cadenza.fragmentation import by_layers
+from cadenza.fragments import by_layers
 from cadenza.outer import nesterov, sgd
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every

@@ -19,7 +19,7 @@ from typing import Any, Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
 from cadenza.faults import FaultPolicy, raise_error
-from cadenza.fragmentation import Fragmentation, Whole
+from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
 from cadenza.schedules import Every, Schedule, every, smallest_gap
 from cadenza.topology import Level

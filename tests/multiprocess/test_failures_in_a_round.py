@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import cadenza.rounds
+import cadenza.engine.in_place_mean
 from cadenza.errors import MixedParametersError, RoundAbortedError, RoundError
 from cadenza.transports import c10d, shared_memory
 from cadenza.transports.faulty import FaultyTransport
@@ -52,17 +52,17 @@ def model_of_many_buckets() -> list[nn.Parameter]:
 
 def fault_here(phase: Any, bucket: int, fault: Any) -> None:
     """Let this rank's next averaging fail at a phase of a bucket; -1 is the last one."""
-    connect = cadenza.rounds.connect
+    connect = cadenza.engine.in_place_mean.connect
 
     def faulty(group: dist.ProcessGroup) -> Any:
         below = connect(group)
         device = torch.device("cpu")
         last = -(-NUMEL // below.capacity(device, torch.float32)) - 1
         assert last >= 8
-        cadenza.rounds.connect = connect  # type: ignore[attr-defined]
+        cadenza.engine.in_place_mean.connect = connect  # type: ignore[attr-defined]
         return FaultyTransport(below, fail_at=phase, bucket=last if bucket < 0 else bucket, fault=fault)
 
-    cadenza.rounds.connect = faulty  # type: ignore[attr-defined]
+    cadenza.engine.in_place_mean.connect = faulty  # type: ignore[attr-defined]
 
 
 def kill() -> None:

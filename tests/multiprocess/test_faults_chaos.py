@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cadenza
-from cadenza.membership.store import Line, serve
+from cadenza.participants.store import Line, serve
 from support.faults import LEASE_S, PHASES, QUICK, arm, kill, stop_for, train
 from support.ranks import RankPool
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import cadenza
-from cadenza import company
-from cadenza.membership import generations
-from cadenza.membership.store import serve
+from cadenza.participants import elastic as company
+from cadenza.participants import generation as generations
+from cadenza.participants.store import serve
 from support.faults import QUICK, arm, before, kill, train
 from support.ranks import RankPool
 

@@ -12,7 +12,7 @@ import torch
 
 import cadenza
 from cadenza.errors import TurnedAwayError
-from cadenza.membership.store import serve
+from cadenza.participants.store import serve
 from support.faults import QUICK, build, join, kill, stop_for, train
 from support.ranks import RankPool, outcome
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import cadenza
-from cadenza.membership.store import serve
+from cadenza.participants.store import serve
 from support.faults import QUICK, train
 from support.ranks import RankPool
 

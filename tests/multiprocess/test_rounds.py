@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cadenza.agreement import Vote
-from cadenza.fragments import Fragment
-from cadenza.rounds import average, run_round
+from cadenza.engine.in_place_mean import average, run_round
+from cadenza.engine.packing import Fragment
+from cadenza.participants.vote import Vote
 from cadenza.transports import Transport, connect
 from cadenza.transports.faulty import FaultyTransport, Phase
 from support.compare import same_bits

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cadenza.fragments import Fragment
-from cadenza.rounds import run_round
+from cadenza.engine.in_place_mean import run_round
+from cadenza.engine.packing import Fragment
 from cadenza.transports import connect
 from support.ranks import RankPool
 

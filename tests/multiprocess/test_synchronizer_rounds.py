@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import cadenza
 from cadenza import LevelPlan, RoundReport, Strategy, codecs
-from cadenza.agreement import HEADER_BYTES
+from cadenza.engine.header import HEADER_BYTES
 from support import algorithms
 from support.algorithms import Workers
 from support.compare import same_bits

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cadenza.fragments import Fragment
-from cadenza.rounds import average
+from cadenza.engine.in_place_mean import average
+from cadenza.engine.packing import Fragment
 from cadenza.topology import Topology, hosts_of
 from support.ranks import RankPool, outcome
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cadenza.fragments import Fragment
-from cadenza.rounds import average
+from cadenza.engine.in_place_mean import average
+from cadenza.engine.packing import Fragment
 from cadenza.transports import connect, shared_memory
 from support.ranks import RankPool, outcome
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import cadenza
-from cadenza.agreement import Vote
-from cadenza.flights import Flight
-from cadenza.membership import Membership, meetings
+from cadenza.engine.pending import Flight
+from cadenza.participants import roster as meetings
+from cadenza.participants.membership import Membership
+from cadenza.participants.vote import Vote
 from cadenza.reports import RoundReport
 from cadenza.transports.faulty import FaultyTransport
 from support.compare import same_bits

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cadenza.membership.names import ask_nobody
+from cadenza.participants.name_lookup import ask_nobody
 
 RELEASE = b"release"
 IDLE = b"idle"

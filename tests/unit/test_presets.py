@@ -9,7 +9,7 @@ import pytest
 
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, presets
-from cadenza.fragmentation import by_layers, whole
+from cadenza.fragments import by_layers, whole
 from cadenza.outer import mean, nesterov, sgd, slowmo
 from cadenza.schedules import every
 

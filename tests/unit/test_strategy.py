@@ -10,7 +10,7 @@ import pytest
 
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs
-from cadenza.fragmentation import whole
+from cadenza.fragments import whole
 from cadenza.outer import mean
 
 EVERY_4 = LevelPlan(4)

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop
+from cadenza.engine.run_state import Place, State, collect, place_of, prepare
+from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
-from cadenza.state import Place, State, collect, place_of, prepare
-from cadenza.synchronizer import Synchronizer
 
 __all__ = ["dcp_state", "dcp_template", "load_dcp_state"]
 

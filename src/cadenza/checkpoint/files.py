@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from cadenza.engine.run_state import State
 from cadenza.errors import CheckpointError
-from cadenza.state import State
 
 __all__ = ["Manifest", "read_manifest", "read_state", "verify", "write_state"]
 

@@ -16,9 +16,9 @@ import torch
 from cadenza.checkpoint.files import Manifest, read_manifest, read_state, write_state
 from cadenza.checkpoint.files import verify as verify_file
 from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop
+from cadenza.engine.run_state import FORMAT, State, collect, fingerprint, place_of, prepare
+from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
-from cadenza.state import FORMAT, State, collect, fingerprint, place_of, prepare
-from cadenza.synchronizer import Synchronizer
 
 __all__ = ["latest", "load", "save"]
 

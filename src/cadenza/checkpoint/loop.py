@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.engine.run_state import Restoration, State, read_json
 from cadenza.errors import CheckpointError
-from cadenza.state import Restoration, State, read_json
 
 __all__ = [
     "Loop",

@@ -17,9 +17,9 @@ import torch
 
 from cadenza.checkpoint.files import Manifest, read_manifest, read_state, verify, write_state
 from cadenza.checkpoint.loop import collect_loop, prepare_loop, read_loop
+from cadenza.engine.run_state import FORMAT, collect, fingerprint, place_of, prepare
+from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
-from cadenza.state import FORMAT, collect, fingerprint, place_of, prepare
-from cadenza.synchronizer import Synchronizer
 
 __all__ = ["Found", "find", "load_part", "save_part", "take_up"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.cli.leash import follow_parent
-from cadenza.membership.__main__ import main
+from cadenza.membership import main
 
 if __name__ == "__main__":
     follow_parent()

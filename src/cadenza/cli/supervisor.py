@@ -27,7 +27,7 @@ from cadenza.cli.agent import WorkerLogs, tell
 from cadenza.cli.exit_codes import BAD_INPUT, NOBODY_LEFT
 from cadenza.cli.leash import PARENT, SAVING_S, follow_parent
 from cadenza.errors import StoreLostError
-from cadenza.membership.store import Line
+from cadenza.participants.store import Line
 from cadenza.training.metrics import metrics_file
 from cadenza.training.obituaries import last_words, write_end, write_event
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from cadenza.cli.exit_codes import BAD_INPUT, FAILED, NOBODY_LEFT
 from cadenza.cli.leash import follow_parent
+from cadenza.common.process_groups import resolve, store_of
 from cadenza.errors import (
     CadenzaError,
     CheckpointError,
@@ -30,7 +31,6 @@ from cadenza.errors import (
     TurnedAwayError,
     UsageError,
 )
-from cadenza.process_groups import resolve, store_of
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import process_group, run_worker
 from cadenza.training.runs import create, open_run

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.ddp import average_bucket
+from cadenza.common.process_groups import resolve
+from cadenza.engine.warm_up import average_bucket
 from cadenza.errors import UnsupportedModelError
-from cadenza.process_groups import resolve
 from cadenza.topology import Topology
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]

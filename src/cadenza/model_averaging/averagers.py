@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cadenza.common.process_groups import find_groups, name_groups, resolve
 from cadenza.model_averaging.utils import Params, average_at_step
-from cadenza.process_groups import find_groups, name_groups, resolve
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]
 

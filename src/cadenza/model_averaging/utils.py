@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cadenza.fragments import Fragment
-from cadenza.process_groups import is_member, resolve
-from cadenza.rounds import average
+from cadenza.common.process_groups import is_member, resolve
+from cadenza.engine.in_place_mean import average
+from cadenza.engine.packing import Fragment
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 

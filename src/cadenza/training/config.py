@@ -28,7 +28,7 @@ import cadenza
 from cadenza import Strategy
 from cadenza.errors import CadenzaError, UsageError
 from cadenza.faults import FaultPolicy
-from cadenza.membership.store import parse_address
+from cadenza.participants.store import parse_address
 from cadenza.training.strategies import build_strategy, defaults_of, keys_of, nearest
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cadenza.common.process_groups import control_device, resolve
 from cadenza.errors import UsageError
-from cadenza.process_groups import control_device, resolve
 from cadenza.training.randomness import undisturbed
 from cadenza.training.task import Task
 

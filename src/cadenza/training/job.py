@@ -15,8 +15,8 @@ import cadenza
 from cadenza import checkpoint
 from cadenza.checkpoint.loop import collect_loop
 from cadenza.errors import UsageError
-from cadenza.membership import Membership
 from cadenza.observers import Observer
+from cadenza.participants.membership import Membership
 from cadenza.training.config import Config
 from cadenza.training.data import BatchStream, to_device
 from cadenza.training.randomness import seed_everything, seed_of

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cadenza.common.process_groups import resolve, store_of
 from cadenza.errors import CadenzaError
-from cadenza.process_groups import resolve, store_of
 from cadenza.training.checkpoints import agree_on_checkpoint, prune
 from cadenza.training.config import Config
 from cadenza.training.evaluation import held_out_loss, sum_over_workers

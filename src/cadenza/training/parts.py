@@ -15,7 +15,7 @@ from typing import Any
 from cadenza.checkpoint.files import read_manifest
 from cadenza.checkpoint.parts import Found, find, load_part, save_part, take_up
 from cadenza.errors import CheckpointError, UsageError
-from cadenza.membership import Membership
+from cadenza.participants.membership import Membership
 from cadenza.training.checkpoints import checkpoint_folders, set_aside
 from cadenza.training.job import Job
 from cadenza.training.runs import Run

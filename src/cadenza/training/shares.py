@@ -2,7 +2,7 @@
 
 Nobody waits: while shares are missing, training goes on, and a share that does not come is left out of the mean.
 
->>> from cadenza.membership.store import serve
+>>> from cadenza.participants.store import serve
 >>> store = serve(host="127.0.0.1")
 >>> held_out = HeldOut(Line(f"127.0.0.1:{store.port}", prefix="example"), worker=0, patience_s=10.0)
 >>> held_out.post(100, (0,), 24.0, 8.0)
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
-from cadenza.membership.store import Line, append
+from cadenza.participants.store import Line, append
 
 __all__ = ["HeldOut"]
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from cadenza.errors import CadenzaError
-from cadenza.membership import Membership, join
+from cadenza.participants.membership import Membership, join
 from cadenza.training.config import Config
 from cadenza.training.evaluation import share_of_loss
 from cadenza.training.job import Job

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
-from cadenza.membership import Membership
+from cadenza.participants.membership import Membership
 from cadenza.training.stopping import step_key
 
 __all__ = ["LineWords"]

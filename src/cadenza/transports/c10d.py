@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from cadenza.common.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.errors import NotInitializedError, TransportError
-from cadenza.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.transports.base import OUT_OF_STEP, Lane
 from cadenza.transports.means import finish_mean, mean_into, scale_down
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 import cadenza
-from cadenza.membership import Membership
-from cadenza.membership.store import serve
+from cadenza.participants.membership import Membership
+from cadenza.participants.store import serve
 from cadenza.training import words
 from cadenza.training.stopping import Stopper
 from cadenza.training.words import LineWords

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cadenza.process_groups import all_gather_single
+from cadenza.common.process_groups import all_gather_single
 
 __all__ = ["Link", "connect", "disconnect", "measure", "pairs", "together"]
 

@@ -1,0 +1,46 @@
+"""How many local steps a worker takes in a period, when fast ones shall take more than slow ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from cadenza.engine.header import Header
+from cadenza.strategy import Strategy
+
+__all__ = ["Balance"]
+
+
+class Balance:
+    """How many local steps this worker takes in a period: as many as its speed allows, the mean being the period."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._on = strategy.balanced
+        self._period = strategy.period
+        self.quota = self._period
+        self.steps = 0
+        self.periods = 0
+        self._started = time.perf_counter()
+
+    def tick(self, n: int) -> int | None:
+        """Count a local step; return the step that schedules see, or None inside a period."""
+        self.steps += 1
+        if not self._on:
+            return n
+        if self.steps < self.quota:
+            return None
+        self.periods += 1
+        return self.periods * self._period
+
+    def speed(self) -> float:
+        """Return the local steps a second since the last round."""
+        return self.steps / max(1e-9, time.perf_counter() - self._started) if self._on else 0.0
+
+    def learn(self, headers: Sequence[Header], position: int) -> None:
+        """Set the quota from the speeds that all members know alike; who has run out of data does not count."""
+        self.steps = 0
+        self._started = time.perf_counter()
+        speeds = [header.speed for header in headers if not header.exhausted]
+        if self._on and sum(speeds) > 0 and not headers[position].exhausted:
+            mean = sum(speeds) / len(speeds)
+            self.quota = max(1, round(self._period * headers[position].speed / mean))

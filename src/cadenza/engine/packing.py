@@ -1,0 +1,360 @@
+"""WHAT is averaged: the tensors that travel together, cut into buckets, packed and unpacked in place.
+
+A `Fragment` is an ordered list of tensors. It knows whether each of them can be averaged, has a `digest` that is
+equal on two ranks exactly if what they would send has the same meaning, and cuts itself into buckets: runs of one
+dtype on one device that fit a given capacity. Nothing here communicates, and only this file knows DTensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+from zlib import crc32
+
+import torch
+
+from cadenza.common.norms import norm_squared
+from cadenza.errors import UnsupportedTensorError
+
+__all__ = ["Bucket", "Fragment", "wire_dtype"]
+
+# 8-bit floats have no arithmetic of their own; complex numbers travel as pairs of reals.
+_WIRE_DTYPES = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+    torch.complex128: torch.float64,
+    torch.complex64: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which values of `dtype` are packed, or None if they cannot be averaged.
+
+    >>> wire_dtype(torch.complex64), wire_dtype(torch.int64)
+    (torch.float32, None)
+    """
+    return _WIRE_DTYPES.get(dtype)
+
+
+@dataclass
+class Bucket:
+    """A run of values of one dtype on one device that travels as one message.
+
+    >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> [bucket] = Fragment([weight]).buckets(lambda device, dtype: 1024)
+    >>> memory = torch.empty(bucket.numel)
+    >>> bucket.pack(memory); memory.mul_(10)
+    tensor([10., 20., 30., 40.])
+    >>> bucket.unpack(memory); weight
+    tensor([[10., 20.],
+            [30., 40.]])
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, piece: torch.Tensor) -> None:
+        size = piece.numel()
+        self.pieces.append(piece)
+        self.sizes.append(size)
+        self.numel += size
+
+    def pack(self, memory: torch.Tensor) -> None:
+        """Copy the values into the first `numel` elements of `memory`."""
+        if self._flat:
+            torch.cat(self.pieces, out=memory[: self.numel])  # for many small pieces half the time of copies
+        else:
+            torch._foreach_copy_(self.places_in(memory), self.pieces)
+
+    def distance2(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the squared distance between the values and `memory`, in fp64."""
+        values = torch.empty(self.numel, dtype=self.dtype, device=memory.device)
+        self.pack(values)
+        return values.sub_(memory[: self.numel]).square_().sum(dtype=torch.float64)
+
+    def unpack(self, memory: torch.Tensor) -> None:
+        """Copy the first `numel` elements of `memory` back into the tensors, in place."""
+        torch._foreach_copy_(self.pieces, self.places_in(memory))
+
+    @property
+    def _flat(self) -> bool:
+        """Whether all pieces are runs of the bucket's own dtype."""
+        return all(piece.ndim == 1 and piece.dtype == self.dtype for piece in self.pieces)
+
+    def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return where each piece lies in `memory`, in its shape."""
+        places = memory[: self.numel].split_with_sizes(self.sizes)
+        if self._flat:
+            return list(places)
+        return [
+            place if piece.ndim == 1 else place.view(piece.shape)
+            for place, piece in zip(places, self.pieces, strict=True)
+        ]
+
+
+class Fragment:
+    """Tensors that are averaged together, by position.
+
+    `taking` says which of them take part; the others still count as positions, so that ranks which disagree on them
+    are found out. `label` names a position in messages. `problem` says that the tensors could not even be collected.
+
+    >>> fragment = Fragment([torch.ones(2, 3), torch.zeros(4)], taking=[True, False])
+    >>> fragment.describe()
+    ['parameter 0: (2, 3) float32 on cpu, takes part', 'parameter 1: (4,) float32 on cpu, has no gradient']
+    >>> fragment.given, fragment.taken, fragment.numel
+    (2, 1, 6)
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        taking: Sequence[bool] | None = None,
+        label: Callable[[int], str] = "parameter {}".format,
+        problem: str | None = None,
+    ) -> None:
+        self._given = tensors
+        self._taking = [True] * len(tensors) if taking is None else list(taking)
+        self._label = label
+        self._problem = problem
+        self._members: list[tuple[torch.dtype, torch.device, torch.Tensor]] = []
+        self._positions: list[int] = []
+        self.digest = self._read()
+
+    @property
+    def given(self) -> int:
+        """Return the number of positions."""
+        return len(self._given)
+
+    @property
+    def taken(self) -> int:
+        """Return how many of the given tensors take part."""
+        return sum(self._taking)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of values that take part, a complex number counting as two."""
+        return sum(view.numel() for _, _, view in self._members)
+
+    @property
+    def problem(self) -> str | None:
+        """Say why this fragment cannot be averaged, or None if it can."""
+        return self._problem
+
+    def describe(self) -> list[str]:
+        """Return a line a position: what two ranks compare when their digests differ."""
+        return [
+            f"{self._label(i)}: {_facts(tensor)}, {'takes part' if taken else 'has no gradient'}"
+            for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True))
+        ]
+
+    def refuse_mesh_overlap(self, ranks: Sequence[int], this_rank: int) -> None:
+        """Refuse to average shards of one copy with each other: `ranks` may hold copies, never other shards."""
+        for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
+            if not taken or not _is_dtensor(tensor):
+                continue
+            others = _shard_ranks(tensor) - {this_rank}
+            if shared := sorted(others.intersection(ranks)):
+                self._problem = self._problem or (
+                    f"{self._label(i)} is a DTensor whose shards live on ranks {shared} of the averaging group; "
+                    "averaging would mix different shards. Average over the replicate dimension of the mesh: "
+                    "process_group=mesh.get_group('replicate')."
+                )
+
+    def norm2(self) -> float:
+        """Return the sum of all squares: infinite or not a number exactly if one of the values is, or is huge."""
+        return norm_squared(*(view for _, _, view in self._members))
+
+    def first_not_finite(self) -> str | None:
+        """Name the first position that holds a value which is not finite."""
+        for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
+            if taken and not bool(torch.isfinite(_local(tensor)).all()):
+                return self._label(i)
+        return None
+
+    def strips(self, home: torch.device | None = None) -> tuple[list[Bucket], dict[int, tuple[int, slice]]]:
+        """Return one bucket for each device and precision, of any size, in fp32 or better.
+
+        On a `home` device, memory to pack into is there, and tensors of all devices share buckets. The second value
+        says where the values of each position that takes part lie: in which bucket, and which slice of it.
+        """
+        kinds: dict[tuple[torch.device, torch.dtype], Bucket] = {}
+        places: dict[int, tuple[int, slice]] = {}
+        for position, (dtype, device, view) in zip(self._positions, self._members, strict=True):
+            kind = (home or device, _widened(dtype))
+            bucket = kinds.setdefault(kind, Bucket(*kind))
+            start = bucket.numel
+            bucket.add(view)
+            places[position] = (list(kinds).index(kind), slice(start, bucket.numel))
+        return list(kinds.values()), places
+
+    def buckets(self, capacity: Callable[[torch.device, torch.dtype], int], *, widen: bool = False) -> list[Bucket]:
+        """Cut the fragment into buckets of at most `capacity(device, dtype)` values each; `widen` makes them fp32."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for dtype, device, view in self._members:
+            kinds.setdefault((device, dtype), []).append(view)
+        buckets: list[Bucket] = []
+        for (device, dtype), views in kinds.items():
+            wire = _widened(dtype) if widen else cast(torch.dtype, wire_dtype(dtype))
+            buckets += _fill(views, device, wire, capacity(device, wire))
+        return buckets
+
+    def _read(self) -> bytes:
+        """Check every tensor, collect those that take part, and return the digest of all of them."""
+        codes: list[int] = []
+        seen: dict[tuple[int, ...], int] = {}
+        for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
+            dtype = _code(tensor.dtype)
+            shape = tensor.shape
+            codes += (taken, dtype, len(shape), *shape)
+            if not taken:
+                continue
+            try:
+                view, order = _view(tensor)
+            except UnsupportedTensorError as error:
+                self._problem = self._problem or f"{self._label(i)} {error}"
+                continue
+            numel = view.numel()
+            # Parameters that are the same memory are one contribution: averaged once, tied afterwards.
+            first = seen.setdefault((view.data_ptr(), dtype, *view.shape, *view.stride()), i) if numel else i
+            device = view.device
+            codes += (_code(device), numel, first, *order)
+            if first == i and numel:
+                self._members.append((view.dtype, device, view))
+                self._positions.append(i)
+        return hashlib.blake2b(array("q", codes).tobytes(), digest_size=16).digest()
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fill(views: Sequence[torch.Tensor], device: torch.device, wire: torch.dtype, capacity: int) -> Iterator[Bucket]:
+    """Fill buckets to the brim, in order: where they are cut depends on sizes alone, and is the same on every rank."""
+    bucket = Bucket(device, wire)
+    for view in views:
+        start, numel = 0, view.numel()
+        while start < numel:
+            stop = min(numel, start + capacity - bucket.numel)
+            for piece in _run(view, start, stop):
+                bucket.add(piece)
+            start = stop
+            if bucket.numel == capacity:
+                yield bucket
+                bucket = Bucket(device, wire)
+    if bucket.numel:
+        yield bucket
+
+
+def _run(view: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield views that hold the elements from `start` to `stop`, in logical order: few ones, as large as can be."""
+    if start == 0 and stop == view.numel():
+        yield view
+        return
+    if view.ndim == 1:
+        yield view[start:stop]
+        return
+    row = view.numel() // view.shape[0]
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _run(view[last], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _run(view[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield view[first:last]
+    if last * row < stop:
+        yield from _run(view[last], 0, stop - last * row)
+
+
+def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
+    """Return a view of the tensor's own memory to pack from, and the order of dimensions in which it is packed.
+
+    Dense tensors are packed as they lie in memory (channels_last and transposed ones too), flat; others in logical
+    order. The order names only dimensions longer than 1, and is empty for the logical one, so that equal orders mean
+    equal positions.
+    """
+    local = _local(tensor)
+    if wire_dtype(local.dtype) is None or local.layout != torch.strided or local.is_meta or _is_lazy(local):
+        raise UnsupportedTensorError(_objection(local))
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    if local.is_contiguous():
+        return local if local.ndim == 1 else local.view(-1), ()
+    strides, shape = local.stride(), local.shape
+    order = sorted(range(local.ndim), key=lambda dim: -strides[dim])
+    turned = local.permute(order)
+    if turned.is_contiguous():
+        long = [dim for dim in order if shape[dim] > 1]
+        return turned.reshape(-1), () if long == sorted(long) else long
+    if any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)):
+        raise UnsupportedTensorError(
+            "is expanded: several of its elements are one place in memory. Use .clone() to give each its own."
+        )
+    return local, ()
+
+
+def _objection(local: torch.Tensor) -> str:
+    """Say what keeps a tensor from being averaged, and what to do about it."""
+    if local.layout != torch.strided:
+        return f"has layout {local.layout}; only dense (strided) tensors can be averaged."
+    if local.is_meta:
+        return "is on the meta device and has no values; materialise it first."
+    if _is_lazy(local):
+        return "is a conjugate or negated view; use .resolve_conj().resolve_neg() to give it memory of its own."
+    return f"has dtype {_name(local.dtype)}, which has no mean; only floating-point and complex tensors do."
+
+
+def _is_lazy(local: torch.Tensor) -> bool:
+    """Whether the memory holds other values than the tensor, which changes sign while it is read."""
+    return local.is_conj() or local.is_neg()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that this rank holds, sharing memory with the parameter."""
+    if _is_dtensor(tensor):
+        return cast(torch.Tensor, tensor.to_local()).detach()  # type: ignore[attr-defined]
+    return tensor.detach()
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # By its attributes, so that nobody imports torch.distributed.tensor who does not use it.
+    return type(tensor) is not torch.nn.Parameter and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def _shard_ranks(tensor: torch.Tensor) -> set[int]:
+    """Return the global ranks that hold pieces of the same copy of a DTensor."""
+    return set(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+
+
+def _facts(tensor: torch.Tensor) -> str:
+    facts = f"{tuple(tensor.shape)} {_name(tensor.dtype)} on {tensor.device.type}"
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        facts += f" with strides {tuple(tensor.stride())}"
+    return facts
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_codes: dict[object, int] = {}
+
+
+def _code(thing: object) -> int:
+    """Return a number for a dtype or a device's type that is the same in every process."""
+    code = _codes.get(thing)
+    if code is None:
+        name = thing.type if isinstance(thing, torch.device) else thing
+        code = _codes[thing] = crc32(str(name).encode())
+    return code

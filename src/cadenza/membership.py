@@ -1,0 +1,32 @@
+"""Where users find what elastic training needs: `join`, `Membership`, and the store in a process of its own.
+
+From the shell: ``python -m cadenza.membership --port 29400``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from cadenza.participants.membership import Membership, join
+from cadenza.participants.name_lookup import ask_nobody
+from cadenza.participants.store import serve
+
+__all__ = ["Membership", "join", "serve"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve a store until this process is ended."""
+    parser = argparse.ArgumentParser(prog="python -m cadenza.membership", description=main.__doc__)
+    parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one, which is printed")
+    given = parser.parse_args(arguments)
+    ask_nobody()
+    store = serve(given.port, host=given.host)
+    print(store.port, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The process group of one generation: made for one list of members, used while all of them answer, then let go.
+
+A Gloo group is dead after one failure, and closes no socket as long as anybody refers to it. So a generation owns its
+group, nobody else keeps a reference, and the next one is made from nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from cadenza.errors import TransportError
+from cadenza.participants.signed_transport import SignedTransport
+from cadenza.participants.signing import Seal
+from cadenza.participants.store import Line
+from cadenza.participants.vote import Vote
+from cadenza.transports import Transport
+from cadenza.transports.c10d import C10dTransport, Seat
+
+__all__ = ["Generation", "assemble"]
+
+_CPU = torch.device("cpu")
+_DROP_S = 2.0
+_OUR_REFERENCES = 2  # the list's, and that of the call that counts them
+
+
+class Generation:
+    """A process group of its own and the transport over it."""
+
+    def __init__(self, group: dist.ProcessGroup, seat: Seat, *, place: str, seal: Seal) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self.members = seat.members
+        self.position = seat.position
+        below = C10dTransport(group, seat)
+        self.transport: Transport = SignedTransport(below, seal, place) if seal.secret else below
+
+    @property
+    def usable(self) -> bool:
+        """Whether no collective has failed."""
+        return self._group is not None
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let collectives that are started from now on fail after so long."""
+        assert self._group is not None
+        self._group._get_backend(_CPU)._set_default_timeout(timedelta(seconds=seconds))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        """Give a flat tensor the values that the member `source` has."""
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.members.index(source), 0
+        try:
+            self._group.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise TransportError(f"A broadcast from worker {source} failed: {error}") from None
+
+    def close(self) -> None:
+        """Let the group go: its sockets close, once what is pending has failed."""
+        if self._group is None:
+            return
+        self.transport.abandon()
+        held = [self._group]
+        self._group = None
+        gc.collect(1)  # what a failure has just left; a full collection takes tenths of a second beside torch
+        if sys.getrefcount(held[0]) > _OUR_REFERENCES:
+            gc.collect()
+        burial = threading.Thread(target=held.clear, name="cadenza burial", daemon=True)
+        burial.start()  # it waits for pending collectives, which end at their time-outs
+        burial.join(_DROP_S)
+
+
+def assemble(
+    line: Line,
+    seal: Seal,
+    *,
+    place: str,
+    members: Sequence[int],
+    worker: int,
+    timeout_s: float,
+    missing: Callable[[], set[int]],
+) -> Generation:
+    """Make the group of a list of members; all of them call this.
+
+    Args:
+        line: A line to the store.
+        seal: The job's seal.
+        place: A name that no other generation has.
+        members: Who is in it.
+        worker: Who we are.
+        timeout_s: How long the others are waited for, and collectives take at most.
+        missing: Says which members are known to be gone.
+
+    Raises:
+        TransportError: A member did not come, or the store or the network failed.
+    """
+    position = list(members).index(worker)
+
+    def build(store: dist.Store) -> Generation:
+        # A group in the making cannot be stopped: nobody begins before all have said that they will.
+        vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s)
+        if not vote.ready(lambda: bool(missing())):
+            raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
+        prefix = dist.PrefixStore(f"{place}/group", store)
+        try:
+            gloo = dist.ProcessGroupGloo(prefix, position, len(members), timedelta(seconds=timeout_s))
+            group = dist.ProcessGroup(prefix, position, len(members))
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            gloo._set_sequence_number_for_group()
+            group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        except RuntimeError as error:
+            raise TransportError(f"The group of workers {list(members)} could not be made: {error}") from None
+        return Generation(group, Seat(tuple(members), position, prefix, timeout_s), place=place, seal=seal)
+
+    return line.call(build, timeout_s=2 * timeout_s + 5)

@@ -1,0 +1,122 @@
+"""Who trains together, when workers may die, hang, come late and come back: agreed on in a store, round by round.
+
+>>> from cadenza.participants.store import serve
+>>> store = serve(host="127.0.0.1")  # in a process of its own, or in the launcher
+>>> membership = join(f"127.0.0.1:{store.port}", worker=0, workers=1)
+>>> membership.worker
+0
+>>> membership.close()
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+
+from cadenza.errors import NotInitializedError, StoreLostError
+from cadenza.participants.heartbeat import Call, Roll
+from cadenza.participants.signing import Seal
+from cadenza.participants.store import Line
+
+__all__ = ["Call", "Membership", "join"]
+
+_AGAIN_S = 0.1  # between two attempts to reach a store
+
+
+class Membership:
+    """A worker's place in a job; made by `join`.
+
+    Attributes:
+        worker: This worker's number.
+        workers: How many are expected at the start.
+        job: What tells this job from others that use the store.
+    """
+
+    def __init__(
+        self, address: str, worker: int, workers: int, *, job: str, secret: str | None, lease_s: float, wait_s: float
+    ) -> None:
+        self.worker, self.workers, self.job = worker, workers, job
+        self.seal = Seal(job, secret=secret)
+        self._address = address
+        self.roll = Roll(self.line(), worker, self.seal, lease_s=lease_s)
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self.roll.start()
+                return
+            except StoreLostError as error:
+                if time.monotonic() >= deadline:
+                    self.roll.close()
+                    told = f"{error} Nobody answered for {wait_s:g} s. Start it with python -m cadenza.membership."
+                    raise StoreLostError(told) from None
+            time.sleep(_AGAIN_S)
+
+    def line(self) -> Line:
+        """Return a new line to the store; a thread that waits on it keeps no other one waiting."""
+        return Line(self._address, prefix=f"cadenza/{self.job}")
+
+    def close(self) -> None:
+        """Sign off: the others do not wait for this worker any more."""
+        self.roll.close()
+
+
+def join(
+    address: str | None = None,
+    *,
+    worker: int | None = None,
+    workers: int | None = None,
+    job: str | None = None,
+    secret: str | None = None,
+    lease_s: float = 1.0,
+    wait_s: float = 30.0,
+) -> Membership:
+    """Sign on as a worker of a job whose rounds may fail; pass the result to `attach`.
+
+    Args:
+        address: The store's "host:port"; by default that of ``CADENZA_STORE``.
+        worker: This worker's number, its own among all that may ever train together; by default ``RANK``.
+        workers: How many start together; by default ``WORLD_SIZE``. Others may join later under other numbers.
+        job: The job's name, if several use one store; by default ``CADENZA_JOB``.
+        secret: A word that only this job's workers know; by default ``CADENZA_SECRET``. Without it, anyone may join.
+        lease_s: After so long without a heart-beat a worker counts as gone.
+        wait_s: How long a store that is not there yet, or just being started again, is waited for.
+
+    >>> join("nowhere", worker=0, workers=1)
+    Traceback (most recent call last):
+      ...
+    ValueError: The address of a store is "host:port", such as "10.0.0.1:29400"; got 'nowhere'.
+    """
+    known = os.environ
+    return Membership(
+        address or _told(known, "CADENZA_STORE", "address"),
+        _number("worker", _told(known, "RANK", "worker") if worker is None else worker, 0),
+        _number("workers", _told(known, "WORLD_SIZE", "workers") if workers is None else workers, 1),
+        job=job or known.get("CADENZA_JOB", "job"),
+        secret=secret if secret is not None else known.get("CADENZA_SECRET"),
+        lease_s=_lease(lease_s),
+        wait_s=wait_s,
+    )
+
+
+def _told(environment: Mapping[str, str], name: str, argument: str) -> str:
+    if name not in environment:
+        raise NotInitializedError(
+            f"Under skip_round and shrink, workers meet in a store that outlives them, and {argument} is not known: "
+            f"set {name}, or pass membership=cadenza.join({argument}=…) to attach()."
+        )
+    return environment[name]
+
+
+def _number(name: str, value: int | str, least: int) -> int:
+    number = int(value)
+    if number < least:
+        raise ValueError(f"{name} is a whole number of at least {least}; got {value!r}.")
+    return number
+
+
+def _lease(seconds: float) -> float:
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"lease_s is a positive number of seconds; got {seconds!r}.")
+    return seconds
