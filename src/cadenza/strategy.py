@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
+from cadenza.common.checks import check_not_negative
 from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
@@ -139,11 +140,7 @@ class Strategy:
         if isinstance(self.fragments, type) or not hasattr(self.fragments, "describe"):
             raise TypeError(f"fragments is whole(), by_layers(…) or by_bytes(…); got {self.fragments!r}.")
         for name in ("warmup_steps", "delay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is a whole number of steps; got {value!r}.")
-            if value < 0:
-                raise ValueError(f"{name} is not negative; got {value}.")
+            check_not_negative(name, getattr(self, name))
         self._check_choices()
         self._check_levels()
         self._check_delay()

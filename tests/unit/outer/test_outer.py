@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cadenza.outer
+import cadenza.outer.torch_optimizer
 from cadenza.outer import Outer, mean, nesterov, optimizer, sgd, slowmo
 
 
@@ -158,7 +158,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 def test_any_torch_optimizer_does_to_the_anchor_what_it_does_by_hand(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], piece_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cadenza.outer, "_PIECE_NUMEL", piece_numel)
+    monkeypatch.setattr(cadenza.outer.torch_optimizer, "_PIECE_NUMEL", piece_numel)
     by_hand = torch.nn.Parameter(torch.randn(1003, generator=torch.Generator().manual_seed(0)))
     anchor = by_hand.detach().clone()
     ours = optimizer(kind, lr=0.1, **options)
@@ -230,7 +230,7 @@ class LargestNew(TorchDispatchMode):
 def test_updates_make_no_temporaries_of_the_anchors_size(
     outer: Outer, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cadenza.outer, "_PIECE_NUMEL", 100)
+    monkeypatch.setattr(cadenza.outer.torch_optimizer, "_PIECE_NUMEL", 100)
     anchor, delta = torch.ones(1_000), torch.ones(1_000)
     state = outer.init(anchor)
     for n in range(3):

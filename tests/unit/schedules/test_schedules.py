@@ -238,8 +238,15 @@ def test_adaptive_refuses_a_drift_that_is_no_number() -> None:
         adaptive(16, target_drift="1 %", minimum=4, maximum=64)  # type: ignore[arg-type]
 
 
-def test_schedules_import_nothing_but_the_standard_library() -> None:
-    tree = ast.parse(Path(cadenza.schedules.__file__).read_text())
+SCHEDULES = Path(cadenza.schedules.__file__).parent
+COMMON = [SCHEDULES.parent / "common" / f"{name}.py" for name in ("__init__", "checks", "milestones")]
+OWN = ("cadenza.schedules.", "cadenza.common.checks", "cadenza.common.milestones")
+
+
+@pytest.mark.parametrize("file", [*SCHEDULES.glob("*.py"), *COMMON], ids=lambda file: f"{file.parent.name}.{file.stem}")
+def test_schedules_import_nothing_but_the_standard_library(file: Path) -> None:
+    tree = ast.parse(file.read_text())
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy", "cadenza")}
+    foreign = {name for name in imported if not name.startswith(OWN)}
+    assert not {name for name in foreign if name.split(".")[0] in ("torch", "numpy", "cadenza")}
