@@ -1,5 +1,6 @@
-"""A strategy is six choices: when, with whom, what, how it is written, what becomes of the mean, and what if it fails.
+"""A strategy is seven choices, all of them in one place and checked together.
 
+When, with whom, what, how much each worker counts, how it is written, what becomes of the mean, and what if it fails.
 `LevelPlan` holds those that can differ from level to level, `Strategy` the levels and the rest. Both only say what is
 wanted: a `Synchronizer` does it.
 
@@ -24,6 +25,7 @@ from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
 from cadenza.schedules import Every, Schedule, every, smallest_gap
 from cadenza.topology import Level
+from cadenza.weighting import Weighting, by_function, samples, uniform
 
 __all__ = ["Groups", "LevelPlan", "Strategy", "as_schedule"]
 
@@ -101,7 +103,8 @@ class Strategy:
         alpha: How much of the local value is kept when the outer update's result lands (0: none).
         buffers: Whether floating-point buffers are averaged, and counters taken from the maximum.
         optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands.
-        weight: How much a worker counts: all alike, by the samples given to `step`, or what a function says.
+        weight: How much a worker counts: all alike, by the samples given to `step`, what a function says, or a piece of
+            `cadenza.weighting`.
         balanced: Give faster workers more local steps in a period, and weigh their differences accordingly.
         offload: Keep anchors and outer state in CPU memory, and do the rounds there.
         measure_drift: Measure how far the workers had moved apart, at the price of one more pass over the values.
@@ -119,7 +122,7 @@ class Strategy:
     alpha: float = 0.0
     buffers: bool = False
     optimizer_state: Literal["leave", "average", "reset"] = "leave"
-    weight: Literal["uniform", "samples"] | Callable[[], float] = "uniform"
+    weight: Literal["uniform", "samples"] | Callable[[], float] | Weighting = "uniform"
     balanced: bool = False
     offload: bool = False
     measure_drift: bool = True
@@ -151,6 +154,15 @@ class Strategy:
         """The steps between two rounds of the innermost level, at least."""
         return self.levels[0].schedule.shortest_gap
 
+    @property
+    def weighting(self) -> Weighting:
+        """How the members of a round are weighed, as a piece; the fault policy may wrap it."""
+        if isinstance(self.weight, str):
+            return samples() if self.weight == "samples" else uniform()
+        if callable(self.weight):
+            return by_function(self.weight)
+        return self.weight
+
     def describe(self) -> str:
         """Return the text that ranks compare at the door."""
         weight = self.weight if isinstance(self.weight, str) else "a function"
@@ -174,8 +186,11 @@ class Strategy:
             raise ValueError(f"alpha is the share of the local value that is kept, below 1; got {self.alpha}.")
         if self.optimizer_state not in ("leave", "average", "reset"):
             raise ValueError(f'optimizer_state is "leave", "average" or "reset"; got {self.optimizer_state!r}.')
-        if not callable(self.weight) and self.weight not in ("uniform", "samples"):
-            raise ValueError(f'weight is "uniform", "samples" or a function without arguments; got {self.weight!r}.')
+        if not (callable(self.weight) or hasattr(self.weight, "weigh") or self.weight in ("uniform", "samples")):
+            raise ValueError(
+                f'weight is "uniform", "samples", a function without arguments or a piece of cadenza.weighting; got '
+                f"{self.weight!r}."
+            )
         if self.alpha and all(level.outer.plain for level in self.levels):
             raise ValueError(
                 "alpha mixes the local value with an outer update's result, and no level has one: a plain mean keeps "

@@ -181,7 +181,7 @@ class Synchronizer:
         self._company = company
         self._phase = 0  # counts the attempts of the last round
         self._check_turns()
-        if auto and strategy.weight == "samples":
+        if auto and strategy.weighting.needs_samples:
             raise ValueError(
                 'weight="samples" needs sync.step(samples=…) in the loop, and auto=True calls step() without it: use '
                 "auto=False, another weight, or a function that says how much this worker counts."
@@ -225,7 +225,7 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
-        if samples is None and self.strategy.weight == "samples" and not self._exhausted:
+        if samples is None and self.strategy.weighting.needs_samples and not self._exhausted:
             raise ValueError(
                 'The strategy has weight="samples", but this step does not say how many it has used: call '
                 "sync.step(samples=len(batch)) after every optimizer step, or leave the weight uniform."
@@ -658,15 +658,12 @@ class Synchronizer:
         """Return this worker's weight, and what is wrong with it if something is."""
         if self._exhausted or (self._company is not None and self._company.idle):
             return 0.0, None
-        if self.strategy.weight == "samples":
-            weight = self._samples - self._counted.get(self._ledger(level, fragment), 0.0)
-        elif callable(self.strategy.weight):
-            weight = float(self.strategy.weight())
-        else:
-            return 1.0, None
-        if math.isfinite(weight) and weight >= 0:
-            return weight, None
-        return 0.0, f"the weight is {weight}, and must be a number that is not negative."
+        try:
+            return self.strategy.weighting.own(
+                self._samples - self._counted.get(self._ledger(level, fragment), 0.0)
+            ), None
+        except ValueError as error:
+            return 0.0, str(error)
 
     def _not_finite(self, layout: Layout, norm2: float) -> str | None:
         if layout.fragment.problem is not None:

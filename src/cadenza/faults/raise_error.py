@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import ClassVar
+
+from cadenza.faults.settings import Patience
+from cadenza.weighting import Weighting
 
 __all__ = ["RaiseError", "raise_error"]
 
 
 @dataclass(frozen=True)
 class RaiseError:
-    """A fault ends the training with an error on every rank; made by `raise_error`."""
+    """A fault ends the training with an error on every rank; made by `raise_error`.
+
+    >>> RaiseError().enough(here={0, 1}, last={0, 1, 2})
+    False
+    """
+
+    name: ClassVar[str] = "raise_error"
+    patience: ClassVar[Patience] = Patience()
 
     @property
     def tolerant(self) -> bool:
@@ -18,6 +29,9 @@ class RaiseError:
 
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
+
+    def weighting(self, inner: Weighting) -> Weighting:
+        return inner
 
     def describe(self) -> str:
         return "raise_error()"

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cadenza.faults.settings import Patience, Poison, poison_of
+from cadenza.weighting import Weighting, outliers
 
 __all__ = ["Shrink", "shrink"]
 
 
 @dataclass(frozen=True)
 class Shrink:
-    """A round goes on with those who are there, and others may join; made by `shrink`."""
+    """A round goes on with those who are there, and others may join; made by `shrink`.
+
+    >>> Shrink(quorum=0.0).enough(here={2}, last={0, 1, 2})
+    True
+    """
 
     min_workers: int = 1
     quorum: float = 0.5
     patience: Patience = field(default_factory=Patience)
     poison: Poison = field(default_factory=Poison)
+    name: ClassVar[str] = "shrink"
 
     def __post_init__(self) -> None:
         if self.min_workers < 1:
@@ -35,6 +41,9 @@ class Shrink:
 
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return len(here) >= self.min_workers and len(here & last) > self.quorum * len(last)
+
+    def weighting(self, inner: Weighting) -> Weighting:
+        return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
 
     def describe(self) -> str:
         return f"shrink(min_workers={self.min_workers}, quorum={self.quorum}, {self.poison})"

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cadenza.faults.settings import Patience, Poison, poison_of
+from cadenza.weighting import Weighting, outliers
 
 __all__ = ["SkipRound", "skip_round"]
 
 
 @dataclass(frozen=True)
 class SkipRound:
-    """A round needs all workers, and is skipped without them; made by `skip_round`."""
+    """A round needs all workers, and is skipped without them; made by `skip_round`.
+
+    >>> from cadenza.weighting import uniform
+    >>> SkipRound().weighting(uniform())
+    Outliers(of=Uniform(), explosion=10.0, leave_out=True)
+    """
 
     patience: Patience = field(default_factory=Patience)
     poison: Poison = field(default_factory=Poison)
+    name: ClassVar[str] = "skip_round"
 
     @property
     def tolerant(self) -> bool:
@@ -24,6 +31,9 @@ class SkipRound:
 
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
+
+    def weighting(self, inner: Weighting) -> Weighting:
+        return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
 
     def describe(self) -> str:
         return f"skip_round({self.poison})"

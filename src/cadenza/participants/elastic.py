@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ from cadenza.participants.roster import KEPT, Guest, MeetingFailedError, Roster,
 from cadenza.participants.state_transfer import hand_over
 from cadenza.participants.vote import Vote
 from cadenza.strategy import LevelPlan
-from cadenza.weighting.outliers import judge
+from cadenza.weighting import PlainContribution, uniform
 
 __all__ = ["START", "Company", "Lost"]
 
@@ -366,12 +366,11 @@ class Company:
 
     def judge(self, headers: list[Header]) -> list[Header]:
         """Take the weight from contributions that would do harm, or refuse the round for them."""
-        poison = self.policy.poison
-        judged = judge(headers, explosion=poison.explosion)
-        workers = [w for w, header in zip(self._roster.members, judged, strict=True) if header.poisoned]
-        if workers and not poison.leave_out:
-            raise _PoisonError(workers)
-        return judged
+        members = [PlainContribution(h.weight, h.norm2, h.steps, h.exhausted, h.poisoned) for h in headers]
+        weighed = self.policy.weighting(uniform()).weigh(members, {})
+        if weighed.refuse:
+            raise _PoisonError([self._roster.members[i] for i in sorted(weighed.left_out)])
+        return [replace(h, weight=0.0, poisoned=True) if i in weighed.left_out else h for i, h in enumerate(headers)]
 
     def left_out(self, passage: Passage) -> str:
         """Say whose contribution to a round was left out."""
