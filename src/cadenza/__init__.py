@@ -1,7 +1,7 @@
 """Cadenza trains one PyTorch model on many workers that talk seldom.
 
-A *strategy* is seven choices; a *synchronizer*, made by `attach`, runs it; every round is *launched*, then *landed*. The
-drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
+A *strategy* is seven choices; a *synchronizer*, made by `attach`, runs it; every round is *launched*, then *landed*.
+The drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
 """
 
 from cadenza import codecs, observers, outer, weighting

@@ -20,6 +20,7 @@ from typing import Any, Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
 from cadenza.common.checks import check_not_negative
+from cadenza.common.identity import identity
 from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
@@ -60,7 +61,7 @@ class LevelPlan:
     groups: Groups = "all"
     codec: Codec = field(default_factory=fp32)
     outer: Outer = field(default_factory=mean)
-    name: str = ""
+    name: str = field(default="", metadata={"local": "it only stands in reports"})
     keep_anchor: bool = False
 
     def __post_init__(self) -> None:
@@ -85,10 +86,6 @@ class LevelPlan:
     def anchored(self) -> bool:
         """Whether the level keeps an anchor, and sends differences from it."""
         return self.keep_anchor or not self.outer.plain or not self.codec.exact
-
-    def describe(self) -> str:
-        """Return a line that is equal on two ranks if their levels are."""
-        return f"{self.schedule.describe()} with {self.groups}, {self.codec!r}, {self.outer.describe()}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Strategy:
     optimizer_state: Literal["leave", "average", "reset"] = "leave"
     weight: Literal["uniform", "samples"] | Callable[[], float] | Weighting = "uniform"
     balanced: bool = False
-    offload: bool = False
+    offload: bool = field(default=False, metadata={"local": "where a worker keeps its anchors changes no value"})
     measure_drift: bool = True
     faults: FaultPolicy = field(default_factory=raise_error)
 
@@ -140,7 +137,7 @@ class Strategy:
         if self.balanced or self.faults.tolerant:
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)
-        if isinstance(self.fragments, type) or not hasattr(self.fragments, "describe"):
+        if isinstance(self.fragments, type | str) or not hasattr(self.fragments, "split"):
             raise TypeError(f"fragments is whole(), by_layers(…) or by_bytes(…); got {self.fragments!r}.")
         for name in ("warmup_steps", "delay"):
             check_not_negative(name, getattr(self, name))
@@ -163,16 +160,10 @@ class Strategy:
             return by_function(self.weight)
         return self.weight
 
-    def describe(self) -> str:
-        """Return the text that ranks compare at the door."""
-        weight = self.weight if isinstance(self.weight, str) else "a function"
-        lines = [f"level {i}: {level.describe()}" for i, level in enumerate(self.levels)]
-        lines += [f"fragments {self.fragments.describe()}", f"warm-up {self.warmup_steps}", f"delay {self.delay}"]
-        lines += [f"alpha {self.alpha!r}", f"buffers {self.buffers}", f"optimizer state {self.optimizer_state}"]
-        lines += [f"weight {weight}", f"balanced {self.balanced}", f"drift {self.measures_drift}"]
-        if self.faults.tolerant:
-            lines.append(f"faults {self.faults.describe()}")
-        return "; ".join(lines)
+    @property
+    def identity(self) -> list[str]:
+        """The lines that ranks compare before they train together; see `cadenza.common.identity`."""
+        return identity(self)
 
     @property
     def measures_drift(self) -> bool:
@@ -201,8 +192,8 @@ class Strategy:
         for inner, outer in zip(self.levels, self.levels[1:], strict=False):
             if inner.schedule.shortest_gap > outer.schedule.shortest_gap:
                 raise ValueError(
-                    f"Levels go from the innermost, which meets most often, to the outermost; but {inner.describe()} "
-                    f"comes before {outer.describe()}. Swap them, or change their periods."
+                    f"Levels go from the innermost, which meets most often, to the outermost; but {inner.schedule!r} "
+                    f"comes before {outer.schedule!r}. Swap them, or change their periods."
                 )
         if any(level.schedule.uses_drift for level in self.levels[:-1]):
             raise ValueError(
@@ -253,6 +244,6 @@ class Strategy:
         for what, (asked, why) in reasons.items():
             if asked:
                 raise ValueError(
-                    f"{self.faults.describe().split('(')[0]} cannot be combined with {what}: {why}. Leave it out, or "
+                    f"{self.faults.name} cannot be combined with {what}: {why}. Leave it out, or "
                     "use faults=raise_error()."
                 )

@@ -179,7 +179,7 @@ def _shared_facts(sync: Held, place: Place) -> dict[str, Any]:
         "shards": place.shards,
         # Balanced workers take steps of their own number, so there the clock is not the same on all.
         "clock": None if sync.strategy.balanced else sync.clock,
-        "strategy": sync.strategy.describe(),
+        "strategy": sync.strategy.identity,
         "groups": _own_groups(sync.strategy),
         "parameters": _parameters(sync._view),
         "known": sorted(sync._known),
@@ -509,11 +509,13 @@ def _entry_of(worker: int, entries: Mapping[int, _Saved]) -> _Saved:
 
 
 def _check_terms(sync: Held, meta: Mapping[str, Any], place: Place) -> None:
-    then, now = meta["strategy"], sync.strategy.describe()
+    then, now = list(meta["strategy"]), sync.strategy.identity
     if len(meta["workers"]) != len(place.workers):  # explicit groups cannot be the same
         for groups in (*meta["groups"], *_own_groups(sync.strategy)):
-            then, now = (text.replace(f"with {groups},", "with groups of its own,") for text in (then, now))
-    _compare("strategy", then.split("; "), now.split("; "), mend="Attach the strategy of that run")
+            then, now = (
+                [line.replace(f"groups: {groups}", "groups: its own") for line in told] for told in (then, now)
+            )
+    _compare("strategy", then, now, mend="Attach the strategy of that run")
     _compare("model", meta["parameters"], _parameters(sync._view), mend="Build, freeze and shard the model as it was")
 
 

@@ -107,7 +107,7 @@ def attach(
             "membership belongs to faults=skip_round() or shrink(); this strategy raises at the first fault."
         )
     group = resolve(process_group)
-    check_door(group, terms=f"{strategy.describe()}; Cadenza {__version__}", model=view.describe())
+    check_door(group, terms="; ".join([*strategy.identity, f"Cadenza {__version__}"]), model=view.describe())
     view.refuse_what_cannot_work(strategy)
     levels = build_levels(strategy, group, topology)
     return Synchronizer(view, strategy, levels, observers=observers, auto=auto, scaler=scaler)
@@ -122,7 +122,7 @@ def _company(
             "through membership=cadenza.join(…)."
         )
     assert isinstance(strategy.faults, SkipRound | Shrink)
-    terms = "; ".join([strategy.describe(), f"Cadenza {__version__}", *view.describe()])
+    terms = "; ".join([*strategy.identity, f"Cadenza {__version__}", *view.describe()])
     return Company(membership or join(), strategy.faults, strategy.levels[0], terms)
 
 

@@ -43,7 +43,3 @@ class FaultPolicy(Protocol):
     def weighting(self, inner: Weighting) -> Weighting:
         """Return how rounds are weighed: as `inner` does, or without contributions that would do harm."""
         ...
-
-    def describe(self) -> str:
-        """Return a line that is equal on two ranks if their policies are."""
-        ...

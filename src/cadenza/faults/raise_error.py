@@ -33,9 +33,6 @@ class RaiseError:
     def weighting(self, inner: Weighting) -> Weighting:
         return inner
 
-    def describe(self) -> str:
-        return "raise_error()"
-
 
 def raise_error() -> RaiseError:
     """Let a fault end the training, to be restarted from a checkpoint.

@@ -22,7 +22,7 @@ class Shrink:
 
     min_workers: int = 1
     quorum: float = 0.5
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
     poison: Poison = field(default_factory=Poison)
     name: ClassVar[str] = "shrink"
 
@@ -44,9 +44,6 @@ class Shrink:
 
     def weighting(self, inner: Weighting) -> Weighting:
         return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
-
-    def describe(self) -> str:
-        return f"shrink(min_workers={self.min_workers}, quorum={self.quorum}, {self.poison})"
 
 
 def shrink(

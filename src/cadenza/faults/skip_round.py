@@ -21,7 +21,7 @@ class SkipRound:
     Outliers(of=Uniform(), explosion=10.0, leave_out=True)
     """
 
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
     poison: Poison = field(default_factory=Poison)
     name: ClassVar[str] = "skip_round"
 
@@ -34,9 +34,6 @@ class SkipRound:
 
     def weighting(self, inner: Weighting) -> Weighting:
         return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
-
-    def describe(self) -> str:
-        return f"skip_round({self.poison})"
 
 
 def skip_round(

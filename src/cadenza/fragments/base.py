@@ -16,7 +16,3 @@ class Fragmentation(Protocol):
     def split(self, parameters: Sized) -> list[list[str]]:
         """Cut named sizes (in bytes) into fragments; none is empty."""
         ...
-
-    def describe(self) -> str:
-        """Return a line that is equal on two ranks if their fragmentations are."""
-        ...

@@ -28,9 +28,6 @@ class ByBytes:
             room -= size
         return fragments
 
-    def describe(self) -> str:
-        return f"by_bytes({self.limit})"
-
 
 def by_bytes(limit: int) -> ByBytes:
     """Send fragments of at most `limit` bytes.

@@ -37,9 +37,6 @@ class ByLayers:
             fragments[last].append(name)
         return fragments
 
-    def describe(self) -> str:
-        return f"by_layers({self.layers}, strided={self.strided})"
-
 
 def by_layers(layers: int = 3, *, strided: bool = True) -> ByLayers:
     """Send `layers` layers at a time, strided as in Streaming DiLoCo (each takes every n-th layer), or in runs.

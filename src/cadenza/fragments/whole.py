@@ -16,9 +16,6 @@ class Whole:
     def split(self, parameters: Sized) -> list[list[str]]:
         return [[name for name, _ in parameters]] if parameters else []
 
-    def describe(self) -> str:
-        return "whole()"
-
 
 def whole() -> Whole:
     """Send everything at once.

@@ -44,6 +44,3 @@ class Outer(Protocol):
 
         `rounds` is how many rounds came before: 0 for the first.
         """
-
-    def describe(self) -> str:
-        """Return a line that is equal on two ranks if their outer updates are."""

@@ -9,12 +9,12 @@ from typing import TypeAlias
 from cadenza.common.checks import as_number, as_positive
 from cadenza.common.milestones import Milestones
 
-__all__ = ["Factor", "checked_clip", "checked_factor", "describe_options", "factor_after"]
+__all__ = ["PROBED_ROUNDS", "Factor", "checked_clip", "checked_factor", "factor_after"]
 
 Factor: TypeAlias = Callable[[int], float]
 
 # Two functions are taken for the same if they have one name and give one factor at each of these rounds.
-_PROBED_ROUNDS = [0, *(10**power for power in range(6))]
+PROBED_ROUNDS = {"probe": (0, *(10**power for power in range(6)))}
 
 
 def factor_after(schedule: Factor | None, rounds: int) -> float:
@@ -64,25 +64,6 @@ def _check_milestone(rounds: object) -> None:
         raise TypeError(f"A milestone of schedule= is a whole number of rounds (int); got {rounds!r}.")
     if rounds < 0:
         raise ValueError(f"A milestone of schedule= is a number of rounds, counted from 0; got {rounds}.")
-
-
-def describe_options(clip: float | None, schedule: Factor | None) -> str:
-    """Return clip and schedule as text."""
-    text = "" if clip is None else f", clip={clip}"
-    if isinstance(schedule, Milestones):
-        text += f", schedule={dict(schedule.points)}"
-    elif schedule is not None:
-        name = getattr(schedule, "__qualname__", type(schedule).__qualname__)
-        text += f", schedule={name} with {{{', '.join(f'{n}: {_probed(schedule, n)}' for n in _PROBED_ROUNDS)}}}"
-    return text
-
-
-def _probed(schedule: Factor, rounds: int) -> str:
-    # A function need not be defined for rounds that the run never comes to.
-    try:
-        return str(factor_after(schedule, rounds))
-    except Exception:
-        return "undefined"
 
 
 def checked_clip(clip: float | None) -> float | None:

@@ -32,9 +32,6 @@ class Mean:
     ) -> None:
         anchor.sub_(delta)
 
-    def describe(self) -> str:
-        return "mean()"
-
 
 def mean() -> Mean:
     """Return the plain outer update: all go on from the mean (local SGD).

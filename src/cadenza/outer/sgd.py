@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from cadenza.common.checks import as_fraction, as_positive
 from cadenza.common.norms import in_cache
 from cadenza.outer.base import State
-from cadenza.outer.factors import Factor, checked_clip, checked_factor, describe_options, factor_after
+from cadenza.outer.factors import PROBED_ROUNDS, Factor, checked_clip, checked_factor, factor_after
 
 __all__ = ["Sgd", "nesterov", "sgd"]
 
@@ -29,7 +29,7 @@ class Sgd:
     momentum: float = 0.0
     nesterov: bool = False
     clip: float | None = None
-    schedule: Factor | None = None
+    schedule: Factor | None = field(default=None, metadata=PROBED_ROUNDS)
     plain: ClassVar[bool] = False
     needs_inner_lr: ClassVar[bool] = False
 
@@ -48,10 +48,6 @@ class Sgd:
                 step = step.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
             part.add_(step, alpha=factor)
 
-    def describe(self) -> str:
-        name = "nesterov" if self.nesterov else "sgd"
-        return f"{name}(lr={self.lr}, momentum={self.momentum}{describe_options(self.clip, self.schedule)})"
-
 
 def nesterov(
     lr: float = 0.7,
@@ -65,8 +61,8 @@ def nesterov(
     `clip` bounds the norm of the whole delta. `schedule` gives a factor on `lr`: a function of the number of rounds
     that came before, or milestones {first round: factor}, with 1 before the first.
 
-    >>> nesterov(schedule={0: 0.1, 10: 1.0}).describe()
-    'nesterov(lr=0.7, momentum=0.9, schedule={0: 0.1, 10: 1.0})'
+    >>> nesterov(schedule={0: 0.1, 10: 1.0}).schedule(9)
+    0.1
     """
     return Sgd(
         as_positive("lr", lr), as_fraction("momentum", momentum), True, checked_clip(clip), checked_factor(schedule)

@@ -45,9 +45,6 @@ class SlowMo:
         momentum = state["momentum"].mul_(self.beta).add_(delta.div_(inner_lr))
         anchor.add_(momentum, alpha=-self.alpha * inner_lr)
 
-    def describe(self) -> str:
-        return f"slowmo(alpha={self.alpha}, beta={self.beta})"
-
 
 def slowmo(*, alpha: float = 1.0, beta: float = 0.7) -> SlowMo:
     """Return SlowMo (arXiv 1910.00643): m ← β·m + delta / lr; anchor ← anchor − α·lr·m, with the inner lr.

@@ -10,7 +10,7 @@ import torch
 
 from cadenza.common.checks import as_positive
 from cadenza.outer.base import State
-from cadenza.outer.factors import Factor, checked_clip, checked_factor, describe_options, factor_after
+from cadenza.outer.factors import PROBED_ROUNDS, Factor, checked_clip, checked_factor, factor_after
 
 __all__ = ["TorchOptimizer", "optimizer"]
 
@@ -34,9 +34,9 @@ class TorchOptimizer:
     lr: float
     options: tuple[tuple[str, Any], ...]
     # What the optimizer keeps for a parameter, by name: a sample of each.
-    kept: dict[str, Any] = field(compare=False, repr=False)
+    kept: dict[str, Any] = field(compare=False, repr=False, metadata={"local": "derived from kind and options"})
     clip: float | None = None
-    schedule: Factor | None = None
+    schedule: Factor | None = field(default=None, metadata=PROBED_ROUNDS)
     plain: ClassVar[bool] = False
     needs_inner_lr: ClassVar[bool] = False
 
@@ -63,11 +63,6 @@ class TorchOptimizer:
                 place = before[name] if _has_elements(sample) else state[name]
                 if after[name] is not place:  # most optimizers change what they keep in place
                     place.copy_(torch.as_tensor(after[name]))
-
-    def describe(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options)
-        more = describe_options(self.clip, self.schedule)
-        return f"optimizer({self.kind.__module__}.{self.kind.__qualname__}, lr={self.lr}{options}{more})"
 
     def _open_round(self, state: State, rounds: int) -> bool:
         """Set the numbers of the last round aside, if this is the first slice of a new one; say if it is the first."""

@@ -49,12 +49,6 @@ class Adaptive:
         refuse_staggering_twice(self.first is not None)
         return replace(self, first=first_turn(index, count, self.initial))
 
-    def describe(self) -> str:
-        return (
-            f"adaptive({self.initial}, target_drift={self.target_drift}, minimum={self.minimum}, "
-            f"maximum={self.maximum}, factor={self.factor})" + (f" from {self.first}" if self.first is not None else "")
-        )
-
     def _change(self, drift: float | None) -> float:
         """Return by what the period is multiplied: target / drift, within [1 / factor, factor]."""
         if drift is None or math.isnan(drift):

@@ -46,9 +46,6 @@ class Schedule(Protocol):
     def staggered(self, index: int, count: int) -> Schedule:
         """Return the schedule of fragment `index` of `count`, so that the fragments take turns."""
 
-    def describe(self) -> str:
-        """Return a line that is equal on two ranks if their schedules are."""
-
 
 def first_turn(index: int, count: int, period: int) -> int:
     """Return the step, from 1 to `period`, at which fragment `index` of `count` has its first turn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cadenza.common.checks import as_steps, as_whole_steps
 from cadenza.common.milestones import Milestones
@@ -12,7 +12,7 @@ from cadenza.schedules.base import State, first_turn, refuse_staggering_twice
 __all__ = ["Changing", "changing"]
 
 # Two functions are taken for the same if they have one name and give one period at each of these steps.
-_PROBED_STEPS = [10**power for power in range(7)]
+_PROBED_STEPS = tuple(10**power for power in range(7))
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Changing:
     16
     """
 
-    period: Callable[[int], int]
+    period: Callable[[int], int] = field(metadata={"probe": _PROBED_STEPS})
     minimum: int = 1
     first: int | None = None
 
@@ -48,15 +48,6 @@ class Changing:
         refuse_staggering_twice(self.first is not None)
         return replace(self, first=first_turn(index, count, self._period_at(1)))
 
-    def describe(self) -> str:
-        if isinstance(self.period, Milestones):
-            text = f"changing({dict(self.period.points)})"
-        else:
-            name = getattr(self.period, "__qualname__", type(self.period).__qualname__)
-            periods = ", ".join(f"{n}: {self._probed(n)}" for n in _PROBED_STEPS)
-            text = f"changing({name} with {{{periods}}}, minimum={self.minimum})"
-        return text + (f" from {self.first}" if self.first is not None else "")
-
     def _period_at(self, n: int) -> int:
         """Return the period in force at step `n`, checked: a function may give anything."""
         period = as_steps(f"The period at step {n}", self.period(n))
@@ -66,13 +57,6 @@ class Changing:
                 f"let the function give no less, or lower minimum= in changing()."
             )
         return period
-
-    def _probed(self, n: int) -> str:
-        # A function need not be defined for steps that the run never comes to.
-        try:
-            return str(self._period_at(n))
-        except Exception:
-            return "undefined"
 
 
 def changing(period: Callable[[int], int] | Mapping[int, int], *, minimum: int | None = None) -> Changing:

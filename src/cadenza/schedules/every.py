@@ -42,9 +42,6 @@ class Every:
         refuse_staggering_twice(self.offset != 0)
         return Every(self.period, first_turn(index, count, self.period) % self.period)
 
-    def describe(self) -> str:
-        return f"every({self.period})" + (f" at {self.offset}" if self.offset else "")
-
 
 def every(period: int) -> Every:
     """Return a schedule with a round after every `period` local steps.

@@ -43,8 +43,8 @@ def staggered_levels(schedules: Sequence[Schedule], index: int, count: int) -> t
     due too, and takes its place. (Staggered one by one, levels would meet at steps of their own.)
 
     >>> from cadenza.schedules import every
-    >>> [schedule.describe() for schedule in staggered_levels([every(4), every(16)], 0, 2)]
-    ['every(4) at 2', 'every(16) at 6']
+    >>> staggered_levels([every(4), every(16)], 0, 2)
+    (Every(period=4, offset=2), Every(period=16, offset=6))
     """
     turns: list[Schedule] = []
     for schedule in schedules:
