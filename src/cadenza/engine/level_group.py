@@ -16,7 +16,7 @@ from cadenza.engine.in_place_mean import run_round
 from cadenza.engine.packing import Fragment, wire_dtype
 from cadenza.errors import NotInitializedError, TopologyError
 from cadenza.strategy import Groups, LevelPlan, Strategy
-from cadenza.topology import Level, Topology
+from cadenza.topology import Level, RoundTopology, Topology
 from cadenza.transports import Transport, connect
 
 __all__ = ["LevelGroup", "build_levels"]
@@ -157,6 +157,8 @@ def _partition(groups: Groups, ranks: Sequence[int], within: dist.ProcessGroup) 
         return Topology.from_hosts(within=within).levels[0]
     if isinstance(groups, int):
         return Topology.from_sizes([groups], ranks=ranks).levels[0]
+    if isinstance(groups, RoundTopology):
+        raise TopologyError(f"The groups of {groups!r} change from round to round, which this engine cannot do.")
     return Level(groups)
 
 

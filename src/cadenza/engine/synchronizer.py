@@ -40,7 +40,7 @@ from cadenza.observers import Observer, notify
 from cadenza.participants.elastic import Company, Lost
 from cadenza.participants.membership import Call, Membership, join
 from cadenza.reports import RoundReport
-from cadenza.schedules import largest_due, staggered_levels
+from cadenza.schedules import largest_due
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
 from cadenza.version import __version__
@@ -624,8 +624,8 @@ class Synchronizer:
     def _check_turns(self) -> None:
         """Refuse more fragments than can take turns, before anything is changed."""
         count = len(self._fragments())
-        for fragment in range(count if count > 1 else 0):
-            staggered_levels([plan.schedule for plan in self.strategy.levels], fragment, count)
+        for fragment in range(count):
+            self.strategy.schedules_of(fragment, count)
 
     @property
     def _moment(self) -> int:
@@ -637,8 +637,7 @@ class Synchronizer:
 
     def _track(self, level: int, fragment: int) -> Track:
         if (level, fragment) not in self._tracks:
-            schedules = [plan.schedule for plan in self.strategy.levels]
-            turns = staggered_levels(schedules, fragment, self._count) if self._count > 1 else schedules
+            turns = self.strategy.schedules_of(fragment, self._count)
             self._tracks[level, fragment] = Track(self.strategy.levels[level], turns[level], self._spare)
         return self._tracks[level, fragment]
 
