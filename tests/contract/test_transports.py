@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,26 @@ def exchange_payloads(opening: Open) -> None:
 @EVERY_SIZE
 def test_short_and_long_messages_arrive_in_rank_order(ranks: RankPool, opening: Open, world: int) -> None:
     ranks.run(world, exchange_payloads, opening)
+
+
+def broadcast_kinds(opening: Open) -> None:
+    transport = opening(world())
+    source = len(transport.members) - 1
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    for shape in [(), (0, 3), (5, 7), (100_003,)]:
+        for dtype in kinds:
+            given = [(torch.arange(math.prod(shape)) + 10 * p).reshape(shape).to(dtype) for p in range(source + 1)]
+            mine = given[transport.position].clone()
+            transport.broadcast(mine, source)
+            assert same_bits(mine, given[source]), (shape, dtype)
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.broadcast(torch.ones(2, 3).t(), 0)
+
+
+@EVERY_TRANSPORT
+@EVERY_SIZE
+def test_a_tensor_of_any_kind_gets_the_values_of_one_member(ranks: RankPool, opening: Open, world: int) -> None:
+    ranks.run(world, broadcast_kinds, opening)
 
 
 def scatter_and_gather(opening: Open) -> None:
