@@ -1,10 +1,10 @@
 """Cadenza trains one PyTorch model on many workers that talk seldom.
 
-A *strategy* is six choices; a *synchronizer*, made by `attach`, runs it; every round is *launched*, then *landed*. The
-drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
+A *strategy* is seven choices; a *synchronizer*, made by `attach`, runs it; every round is *launched*, then *landed*.
+The drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
 """
 
-from cadenza import codecs, observers, outer
+from cadenza import codecs, observers, outer, weighting
 from cadenza.engine.synchronizer import Synchronizer, attach
 from cadenza.faults import raise_error, shrink, skip_round
 from cadenza.fragments import by_bytes, by_layers, whole
@@ -54,5 +54,6 @@ __all__ = [
     "slowmo",
     "sparse_loco",
     "streaming_diloco",
+    "weighting",
     "whole",
 ]

@@ -1,4 +1,4 @@
-"""The field's algorithms by name, each a short composition of the six choices with its paper's defaults."""
+"""The field's algorithms by name, each a short composition of the seven choices with its paper's defaults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A strategy is six choices: when, with whom, what, how it is written, what becomes of the mean, and what if it fails.
+"""A strategy is seven choices, all of them in one place and checked together.
 
+When, with whom, what, how much each worker counts, how it is written, what becomes of the mean, and what if it fails.
 `LevelPlan` holds those that can differ from level to level, `Strategy` the levels and the rest. Both only say what is
 wanted: a `Synchronizer` does it.
 
@@ -18,11 +19,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex
 
 from cadenza.codecs import Codec, fp32
+from cadenza.common.checks import check_not_negative
+from cadenza.common.identity import identity
 from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
 from cadenza.schedules import Every, Schedule, every, smallest_gap
 from cadenza.topology import Level
+from cadenza.weighting import Weighting, by_function, samples, uniform
 
 __all__ = ["Groups", "LevelPlan", "Strategy", "as_schedule"]
 
@@ -57,7 +61,7 @@ class LevelPlan:
     groups: Groups = "all"
     codec: Codec = field(default_factory=fp32)
     outer: Outer = field(default_factory=mean)
-    name: str = ""
+    name: str = field(default="", metadata={"local": "it only stands in reports"})
     keep_anchor: bool = False
 
     def __post_init__(self) -> None:
@@ -83,10 +87,6 @@ class LevelPlan:
         """Whether the level keeps an anchor, and sends differences from it."""
         return self.keep_anchor or not self.outer.plain or not self.codec.exact
 
-    def describe(self) -> str:
-        """Return a line that is equal on two ranks if their levels are."""
-        return f"{self.schedule.describe()} with {self.groups}, {self.codec!r}, {self.outer.describe()}"
-
 
 @dataclass(frozen=True)
 class Strategy:
@@ -100,7 +100,8 @@ class Strategy:
         alpha: How much of the local value is kept when the outer update's result lands (0: none).
         buffers: Whether floating-point buffers are averaged, and counters taken from the maximum.
         optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands.
-        weight: How much a worker counts: all alike, by the samples given to `step`, or what a function says.
+        weight: How much a worker counts: all alike, by the samples given to `step`, what a function says, or a piece of
+            `cadenza.weighting`.
         balanced: Give faster workers more local steps in a period, and weigh their differences accordingly.
         offload: Keep anchors and outer state in CPU memory, and do the rounds there.
         measure_drift: Measure how far the workers had moved apart, at the price of one more pass over the values.
@@ -118,9 +119,9 @@ class Strategy:
     alpha: float = 0.0
     buffers: bool = False
     optimizer_state: Literal["leave", "average", "reset"] = "leave"
-    weight: Literal["uniform", "samples"] | Callable[[], float] = "uniform"
+    weight: Literal["uniform", "samples"] | Callable[[], float] | Weighting = "uniform"
     balanced: bool = False
-    offload: bool = False
+    offload: bool = field(default=False, metadata={"local": "where a worker keeps its anchors changes no value"})
     measure_drift: bool = True
     faults: FaultPolicy = field(default_factory=raise_error)
 
@@ -136,14 +137,10 @@ class Strategy:
         if self.balanced or self.faults.tolerant:
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)
-        if isinstance(self.fragments, type) or not hasattr(self.fragments, "describe"):
+        if isinstance(self.fragments, type | str) or not hasattr(self.fragments, "split"):
             raise TypeError(f"fragments is whole(), by_layers(…) or by_bytes(…); got {self.fragments!r}.")
         for name in ("warmup_steps", "delay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is a whole number of steps; got {value!r}.")
-            if value < 0:
-                raise ValueError(f"{name} is not negative; got {value}.")
+            check_not_negative(name, getattr(self, name))
         self._check_choices()
         self._check_levels()
         self._check_delay()
@@ -154,16 +151,19 @@ class Strategy:
         """The steps between two rounds of the innermost level, at least."""
         return self.levels[0].schedule.shortest_gap
 
-    def describe(self) -> str:
-        """Return the text that ranks compare at the door."""
-        weight = self.weight if isinstance(self.weight, str) else "a function"
-        lines = [f"level {i}: {level.describe()}" for i, level in enumerate(self.levels)]
-        lines += [f"fragments {self.fragments.describe()}", f"warm-up {self.warmup_steps}", f"delay {self.delay}"]
-        lines += [f"alpha {self.alpha!r}", f"buffers {self.buffers}", f"optimizer state {self.optimizer_state}"]
-        lines += [f"weight {weight}", f"balanced {self.balanced}", f"drift {self.measures_drift}"]
-        if self.faults.tolerant:
-            lines.append(f"faults {self.faults.describe()}")
-        return "; ".join(lines)
+    @property
+    def weighting(self) -> Weighting:
+        """How the members of a round are weighed, as a piece; the fault policy may wrap it."""
+        if isinstance(self.weight, str):
+            return samples() if self.weight == "samples" else uniform()
+        if callable(self.weight):
+            return by_function(self.weight)
+        return self.weight
+
+    @property
+    def identity(self) -> list[str]:
+        """The lines that ranks compare before they train together; see `cadenza.common.identity`."""
+        return identity(self)
 
     @property
     def measures_drift(self) -> bool:
@@ -177,8 +177,11 @@ class Strategy:
             raise ValueError(f"alpha is the share of the local value that is kept, below 1; got {self.alpha}.")
         if self.optimizer_state not in ("leave", "average", "reset"):
             raise ValueError(f'optimizer_state is "leave", "average" or "reset"; got {self.optimizer_state!r}.')
-        if not callable(self.weight) and self.weight not in ("uniform", "samples"):
-            raise ValueError(f'weight is "uniform", "samples" or a function without arguments; got {self.weight!r}.')
+        if not (callable(self.weight) or hasattr(self.weight, "weigh") or self.weight in ("uniform", "samples")):
+            raise ValueError(
+                f'weight is "uniform", "samples", a function without arguments or a piece of cadenza.weighting; got '
+                f"{self.weight!r}."
+            )
         if self.alpha and all(level.outer.plain for level in self.levels):
             raise ValueError(
                 "alpha mixes the local value with an outer update's result, and no level has one: a plain mean keeps "
@@ -189,8 +192,8 @@ class Strategy:
         for inner, outer in zip(self.levels, self.levels[1:], strict=False):
             if inner.schedule.shortest_gap > outer.schedule.shortest_gap:
                 raise ValueError(
-                    f"Levels go from the innermost, which meets most often, to the outermost; but {inner.describe()} "
-                    f"comes before {outer.describe()}. Swap them, or change their periods."
+                    f"Levels go from the innermost, which meets most often, to the outermost; but {inner.schedule!r} "
+                    f"comes before {outer.schedule!r}. Swap them, or change their periods."
                 )
         if any(level.schedule.uses_drift for level in self.levels[:-1]):
             raise ValueError(
@@ -241,6 +244,6 @@ class Strategy:
         for what, (asked, why) in reasons.items():
             if asked:
                 raise ValueError(
-                    f"{self.faults.describe().split('(')[0]} cannot be combined with {what}: {why}. Leave it out, or "
+                    f"{self.faults.name} cannot be combined with {what}: {why}. Leave it out, or "
                     "use faults=raise_error()."
                 )

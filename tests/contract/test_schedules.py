@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 
+from cadenza.common.identity import identity
 from cadenza.schedules import Schedule, State, adaptive, changing, every, smallest_gap, staggered_levels
 
 STEPS = 400
@@ -153,10 +154,10 @@ def test_turns_that_cannot_be_are_refused(schedule: Schedule) -> None:
             schedule.staggered(index, 1)
 
 
-def test_descriptions_tell_schedules_apart_and_are_the_same_in_every_process() -> None:
-    descriptions = [case.schedule.describe() for _, case in staggered_cases()]
+def test_identities_tell_schedules_apart_and_are_the_same_in_every_process() -> None:
+    descriptions = ["; ".join(identity(case.schedule)) for _, case in staggered_cases()]
     assert len(set(descriptions)) == len(descriptions)
-    assert descriptions == [case.schedule.describe() for _, case in staggered_cases()]
+    assert descriptions == ["; ".join(identity(case.schedule)) for _, case in staggered_cases()]
     assert not any("0x" in description for description in descriptions)
 
 

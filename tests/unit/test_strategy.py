@@ -206,13 +206,13 @@ DIFFERENT: list[Strategy] = [
 
 
 def test_ranks_can_tell_different_strategies_apart() -> None:
-    told = [strategy.describe() for strategy in DIFFERENT]
+    told = [tuple(strategy.identity) for strategy in DIFFERENT]
     twins = {text for text in told if told.count(text) > 1}
     assert not twins
 
 
 def test_offloading_is_each_ranks_own_affair() -> None:
-    assert cadenza.diloco(4).describe() == cadenza.diloco(4, offload=True).describe()
+    assert cadenza.diloco(4).identity == cadenza.diloco(4, offload=True).identity
 
 
 def test_the_period_is_that_of_the_innermost_level() -> None:

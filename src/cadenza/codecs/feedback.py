@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cadenza.codecs.base import Codec
-from cadenza.codecs.checks import check_share
+from cadenza.common.checks import check_share
 
 __all__ = ["error_feedback"]
 

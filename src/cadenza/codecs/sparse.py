@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import pad
 
 from cadenza.codecs.base import Codec
-from cadenza.codecs.checks import check_decode, check_encode, check_share, check_whole_number
+from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.pieces import in_pieces, piece_values, read
+from cadenza.common.checks import check_share, check_whole_number
 
 __all__ = ["topk"]
 

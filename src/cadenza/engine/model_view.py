@@ -135,7 +135,7 @@ class ModelView:
 
     def _refuse_what_cannot_shrink(self, strategy: Strategy) -> None:
         """Raise if the model is one copy on several ranks, or where groups that come and go cannot reach it."""
-        policy = strategy.faults.describe().split("(")[0]
+        policy = strategy.faults.name
         if self.ddp is not None:
             raise UnsupportedModelError(
                 f"Under {policy} the model is not wrapped in DistributedDataParallel, whose group ends with its first "

@@ -147,7 +147,7 @@ Allowed: ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco, streaming
 
 
 def _policy(faults: FaultPolicy) -> str:
-    return faults.describe().split("(")[0]
+    return faults.name
 
 
 def _check_keys(name: str, given: Sequence[str]) -> None:

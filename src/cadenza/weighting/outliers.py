@@ -1,30 +1,84 @@
-"""Contributions that would harm everyone: not finite, or far larger than the others'. All members judge alike.
+"""Leave out contributions that would harm everyone: not finite, or far larger than the others'.
 
->>> headers = [Header(0, b"", True, norm2=norm2) for norm2 in (1.0, 1.2, 1e9)]
->>> [header.weight for header in judge(headers, explosion=10.0)]
-[1.0, 1.0, 0.0]
+>>> members = [PlainContribution(norm2=norm2) for norm2 in (1.0, 1.2, 1e9)]
+>>> weighed = outliers(explosion=10.0).weigh(members, {})
+>>> weighed.shares, sorted(weighed.left_out)
+((0.5, 0.5, 0.0), [2])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from statistics import median
 
-from cadenza.engine.header import Header
+from cadenza.weighting.base import Contribution, PlainContribution, State, Weighed, Weighting
+from cadenza.weighting.uniform import uniform
 
-__all__ = ["judge"]
+__all__ = ["Outliers", "outliers"]
 
 _FEWEST = 3  # contributions; of two nobody can say which one is wrong
+_ALIKE = uniform()
 
 
-def judge(headers: Sequence[Header], *, explosion: float | None) -> list[Header]:
-    """Return the headers, those of contributions that count for nothing with weight 0 and the mark `poisoned`."""
-    norms = [header.norm2 for header in headers if header.weight > 0 and not header.poisoned]
-    if explosion is None or len(norms) < _FEWEST:
-        return list(headers)
-    limit = explosion**2 * median(norms)
-    return [
-        replace(header, weight=0.0, poisoned=True) if header.weight > 0 and header.norm2 > limit > 0 else header
-        for header in headers
-    ]
+@dataclass(frozen=True)
+class Outliers:
+    """Another weighting, for all but the contributions that would do harm; made by `outliers`.
+
+    >>> Outliers(uniform(), explosion=None).needs_samples
+    False
+    """
+
+    of: Weighting
+    explosion: float | None = 10.0
+    leave_out: bool = True
+
+    def __post_init__(self) -> None:
+        if self.explosion is not None and not self.explosion > 1:
+            raise ValueError(f"explosion is a multiple of the median norm, above 1, or None; got {self.explosion!r}.")
+
+    @property
+    def needs_samples(self) -> bool:
+        return self.of.needs_samples
+
+    def start(self) -> State:
+        return self.of.start()
+
+    def own(self, samples: float) -> float:
+        return self.of.own(samples)
+
+    def weigh(self, contributions: Sequence[Contribution], state: State) -> Weighed:
+        harmful = self._harmful(contributions)
+        rest = [_counting_nothing(m) if i in harmful else m for i, m in enumerate(contributions)]
+        weighed = self.of.weigh(rest, state)
+        left_out = weighed.left_out | harmful
+        refuse = weighed.refuse or bool(harmful and not self.leave_out)
+        return Weighed(weighed.shares, left_out, weighed.state, refuse)
+
+    def _harmful(self, contributions: Sequence[Contribution]) -> frozenset[int]:
+        """Return the positions of what was not finite, and of what is too large beside the others."""
+        faulty = {i for i, member in enumerate(contributions) if member.faulty}
+        norms = [member.norm2 for member in contributions if member.weight > 0 and not member.faulty]
+        if self.explosion is None or len(norms) < _FEWEST:
+            return frozenset(faulty)
+        limit = self.explosion**2 * median(norms)
+        large = {i for i, member in enumerate(contributions) if member.weight > 0 and member.norm2 > limit > 0}
+        return frozenset(faulty | large)
+
+
+def _counting_nothing(member: Contribution) -> PlainContribution:
+    return PlainContribution(0.0, member.norm2, member.steps, member.exhausted, faulty=True)
+
+
+def outliers(of: Weighting = _ALIKE, *, explosion: float | None = 10.0, leave_out: bool = True) -> Outliers:
+    """Weigh as `of` does, but without contributions that are not finite or explode.
+
+    Args:
+        of: How the others are weighed.
+        explosion: How many times the group's median norm is too much; None: any finite norm is accepted.
+        leave_out: Whether the round goes on without them; otherwise it fails on all members.
+
+    >>> outliers(leave_out=False).weigh([PlainContribution(faulty=True, weight=0.0)], {}).refuse
+    True
+    """
+    return Outliers(of, explosion, leave_out)

@@ -169,5 +169,5 @@ def test_what_cannot_work_is_refused_with_a_reason(make: Any, message: str) -> N
 
 
 def test_policies_are_part_of_what_ranks_compare_and_raising_changes_no_description() -> None:
-    assert "faults shrink(min_workers=2" in cadenza.diloco(faults=cadenza.shrink(min_workers=2)).describe()
-    assert cadenza.diloco().describe() == cadenza.diloco(faults=cadenza.raise_error()).describe()
+    assert "strategy.faults.min_workers: 2" in cadenza.diloco(faults=cadenza.shrink(min_workers=2)).identity
+    assert cadenza.diloco().identity == cadenza.diloco(faults=cadenza.raise_error()).identity

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cadenza.schedules
+from cadenza.common.identity import identity
 from cadenza.schedules import (
     Every,
     Schedule,
@@ -64,7 +65,7 @@ def test_a_milestone_is_in_force_from_the_first_round_at_or_after_it() -> None:
 
 def test_milestones_are_taken_in_the_order_of_their_steps() -> None:
     assert changing({30: 20, 1: 4}) == changing({1: 4, 30: 20})
-    assert changing({30: 20, 1: 4}).describe() == "changing({1: 4, 30: 20})"
+    assert "strategy.period.points: ((1, 4), (30, 20))" in identity(changing({30: 20, 1: 4}))
 
 
 def test_a_function_is_asked_from_step_1_on_and_by_the_step_of_the_round() -> None:
@@ -95,16 +96,25 @@ def test_a_function_is_described_by_its_name_and_its_periods() -> None:
     def slower(n: int) -> int:
         return 3 + n // 100
 
-    text = changing(slower).describe()
-    assert "slower with {1: 3, 10: 3, 100: 4, 1000: 13, 10000: 103" in text
-    assert changing(functools.partial(pow, 2)).describe().startswith("changing(partial with {1: 2, 10: 1024")
+    lines = identity(changing(slower), "s")
+    assert lines[1].endswith(".slower")
+    assert lines[2:7] == [
+        "s.period(1): 3",
+        "s.period(10): 3",
+        "s.period(100): 4",
+        "s.period(1000): 13",
+        "s.period(10000): 103",
+    ]
+    lines = identity(changing(functools.partial(pow, 2)), "s")
+    assert {"s.period: functools.partial", "s.period.func: pow", "s.period.args: (2,)"} <= set(lines)
+    assert {"s.period(1): 2", "s.period(10): 1024", "s.period(1000000): undefined"} <= set(lines)
 
 
 def test_a_function_may_be_undefined_beyond_the_run() -> None:
     def listed(n: int) -> int:
         return ([4] * 50)[n]
 
-    assert "10: 4, 100: undefined" in changing(listed).describe()
+    assert {"s.period(10): 4", "s.period(100): undefined"} <= set(identity(changing(listed), "s"))
 
 
 def test_adaptive_grows_below_the_target_shrinks_above_it_and_never_more_than_by_its_factor() -> None:
@@ -238,8 +248,15 @@ def test_adaptive_refuses_a_drift_that_is_no_number() -> None:
         adaptive(16, target_drift="1 %", minimum=4, maximum=64)  # type: ignore[arg-type]
 
 
-def test_schedules_import_nothing_but_the_standard_library() -> None:
-    tree = ast.parse(Path(cadenza.schedules.__file__).read_text())
+SCHEDULES = Path(cadenza.schedules.__file__).parent
+COMMON = [SCHEDULES.parent / "common" / f"{name}.py" for name in ("__init__", "checks", "milestones")]
+OWN = ("cadenza.schedules.", "cadenza.common.checks", "cadenza.common.milestones")
+
+
+@pytest.mark.parametrize("file", [*SCHEDULES.glob("*.py"), *COMMON], ids=lambda file: f"{file.parent.name}.{file.stem}")
+def test_schedules_import_nothing_but_the_standard_library(file: Path) -> None:
+    tree = ast.parse(file.read_text())
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy", "cadenza")}
+    foreign = {name for name in imported if not name.startswith(OWN)}
+    assert not {name for name in foreign if name.split(".")[0] in ("torch", "numpy", "cadenza")}

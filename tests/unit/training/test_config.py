@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import cadenza
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, read_config
 from cadenza.training.standard_library_gpt import Options
@@ -147,7 +148,7 @@ def test_changing_a_key_leaves_the_configuration_as_it_was() -> None:
 
 def test_a_period_may_change_over_time() -> None:
     built = read_config(None, {"strategy.period": {"1": 16, "1000": 64}}).strategy.build()
-    assert built.levels[0].schedule.describe() == "changing({1: 16, 1000: 64})"
+    assert built.levels[0].schedule == cadenza.changing({1: 16, 1000: 64})
 
 
 @pytest.mark.parametrize(

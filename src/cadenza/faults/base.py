@@ -1,0 +1,45 @@
+"""What every fault policy promises."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Protocol
+
+from cadenza.faults.settings import Patience
+from cadenza.weighting import Weighting
+
+__all__ = ["FaultPolicy"]
+
+
+class FaultPolicy(Protocol):
+    """What a policy gives.
+
+    >>> from cadenza.faults import shrink
+    >>> def may_go_on(policy: FaultPolicy, here: Set[int], last: Set[int]) -> bool:
+    ...     return policy.tolerant and policy.enough(here, last)
+    >>> may_go_on(shrink(), {0, 1}, {0, 1, 2})
+    True
+    """
+
+    @property
+    def name(self) -> str:
+        """A short name for messages and reports."""
+        ...
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether training goes on when a round fails."""
+        ...
+
+    def enough(self, here: Set[int], last: Set[int]) -> bool:
+        """Say whether those who are here may hold a round, after a last one that `last` held together."""
+        ...
+
+    @property
+    def patience(self) -> Patience:
+        """How long a round waits; asked only where training goes on."""
+        ...
+
+    def weighting(self, inner: Weighting) -> Weighting:
+        """Return how rounds are weighed: as `inner` does, or without contributions that would do harm."""
+        ...

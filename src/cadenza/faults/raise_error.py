@@ -1,0 +1,43 @@
+"""A fault ends the training."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cadenza.faults.settings import Patience
+from cadenza.weighting import Weighting
+
+__all__ = ["RaiseError", "raise_error"]
+
+
+@dataclass(frozen=True)
+class RaiseError:
+    """A fault ends the training with an error on every rank; made by `raise_error`.
+
+    >>> RaiseError().enough(here={0, 1}, last={0, 1, 2})
+    False
+    """
+
+    name: ClassVar[str] = "raise_error"
+    patience: ClassVar[Patience] = Patience()
+
+    @property
+    def tolerant(self) -> bool:
+        return False
+
+    def enough(self, here: Set[int], last: Set[int]) -> bool:
+        return here >= last
+
+    def weighting(self, inner: Weighting) -> Weighting:
+        return inner
+
+
+def raise_error() -> RaiseError:
+    """Let a fault end the training, to be restarted from a checkpoint.
+
+    >>> raise_error().tolerant
+    False
+    """
+    return RaiseError()

@@ -1,0 +1,73 @@
+"""A round goes on with the workers that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from cadenza.faults.settings import Patience, Poison, poison_of
+from cadenza.weighting import Weighting, outliers
+
+__all__ = ["Shrink", "shrink"]
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """A round goes on with those who are there, and others may join; made by `shrink`.
+
+    >>> Shrink(quorum=0.0).enough(here={2}, last={0, 1, 2})
+    True
+    """
+
+    min_workers: int = 1
+    quorum: float = 0.5
+    patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
+    poison: Poison = field(default_factory=Poison)
+    name: ClassVar[str] = "shrink"
+
+    def __post_init__(self) -> None:
+        if self.min_workers < 1:
+            raise ValueError(f"min_workers is a whole number of at least 1; got {self.min_workers!r}.")
+        if not 0 <= self.quorum < 1:
+            raise ValueError(
+                "quorum is the share of the last membership of which more must be there, from 0 (anyone may go on) to "
+                f"below 1; got {self.quorum!r}."
+            )
+
+    @property
+    def tolerant(self) -> bool:
+        return True
+
+    def enough(self, here: Set[int], last: Set[int]) -> bool:
+        return len(here) >= self.min_workers and len(here & last) > self.quorum * len(last)
+
+    def weighting(self, inner: Weighting) -> Weighting:
+        return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
+
+
+def shrink(
+    *,
+    min_workers: int = 1,
+    quorum: float = 0.5,
+    grace_s: float = 10.0,
+    factor: float = 4.0,
+    first_s: float = 60.0,
+    poison: Literal["leave_out", "skip"] = "leave_out",
+    explosion: float | None = 10.0,
+) -> Shrink:
+    """Go on with the workers that are left, and let others join; `skip_round` tells the arguments that both have.
+
+    Args:
+        min_workers: With fewer, rounds are skipped.
+        quorum: More than this share of the last round's workers must be there, so a minority never goes on by itself.
+        grace_s: How long a round waits for a worker that is alive but late.
+        factor: How many times the usual duration of a transfer is not yet a failure.
+        first_s: How long the first rounds may take, before anything was measured.
+        poison: Whether a contribution that is not finite, or explodes, is left out, or the round is skipped.
+        explosion: How many times the group's median norm is too much; None: any finite norm is accepted.
+
+    >>> shrink().enough(here={0, 1, 7}, last={0, 1, 2})
+    True
+    """
+    return Shrink(min_workers, quorum, Patience(grace_s, factor, first_s), poison_of(poison, explosion))

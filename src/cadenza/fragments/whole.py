@@ -1,0 +1,26 @@
+"""Everything in one fragment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cadenza.fragments.base import Sized
+
+__all__ = ["Whole", "whole"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Everything in one fragment; made by `whole`."""
+
+    def split(self, parameters: Sized) -> list[list[str]]:
+        return [[name for name, _ in parameters]] if parameters else []
+
+
+def whole() -> Whole:
+    """Send everything at once.
+
+    >>> whole().split([("a", 4), ("b", 4)])
+    [['a', 'b']]
+    """
+    return Whole()

@@ -1,0 +1,46 @@
+"""What every outer update promises."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import torch
+
+__all__ = ["Outer", "State"]
+
+State: TypeAlias = dict[str, torch.Tensor]
+
+
+class Outer(Protocol):
+    """What an outer update gives: a state to keep, and a new anchor in place of the old one.
+
+    >>> from cadenza.outer import sgd
+    >>> def one_round(outer: Outer, anchor: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    ...     outer.update(anchor, anchor - mean, outer.init(anchor), rounds=0)
+    ...     return anchor
+    >>> one_round(sgd(lr=0.5), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 4.0]))
+    tensor([0.5000, 3.0000])
+    """
+
+    @property
+    def plain(self) -> bool:
+        """Say whether the mean is taken as it is, so that no anchor is needed."""
+
+    @property
+    def needs_inner_lr(self) -> bool:
+        """Say whether `update` must be told the inner optimizer's learning rate."""
+
+    @property
+    def clip(self) -> float | None:
+        """Return the norm to which the whole delta is clipped before `update`; None leaves it as it is."""
+
+    def init(self, anchor: torch.Tensor) -> State:
+        """Return the state before the first round: tensors of the anchor's size, or 0-dim."""
+
+    def update(
+        self, anchor: torch.Tensor, delta: torch.Tensor, state: State, *, rounds: int, inner_lr: float | None = None
+    ) -> None:
+        """Turn `anchor` into the new anchor and change `state`, both in place; `delta` may be overwritten.
+
+        `rounds` is how many rounds came before: 0 for the first.
+        """
