@@ -12,19 +12,16 @@ import json
 from collections.abc import Sequence
 from itertools import zip_longest
 
-import torch.distributed as dist
-
-from cadenza.common.process_groups import store_of
 from cadenza.engine.header import Stance, disagreement
 from cadenza.errors import DisagreementError
+from cadenza.transports.group import Group
 
 __all__ = ["check_door"]
 
 
-def check_door(group: dist.ProcessGroup, *, terms: str, model: Sequence[str]) -> None:
+def check_door(group: Group, *, terms: str, model: Sequence[str]) -> None:
     """Compare the terms (strategy, version) and the model's description over a group; raise on every rank alike."""
-    store = store_of(group)
-    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    store, rank, ranks = group.store, group.rank, group.ranks
     key = f"cadenza/door/{store.add(f'cadenza/visits/{rank}', 1)}"  # counted by rank and group, so that all agree
     mine = json.dumps([terms, list(model)])
     store.set(f"{key}/text/{rank}", mine)

@@ -22,7 +22,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from cadenza.common.process_groups import resolve
 from cadenza.engine import run_state as state
 from cadenza.engine.balance import Balance
 from cadenza.engine.exchange import Exchanged
@@ -43,6 +42,9 @@ from cadenza.reports import RoundReport
 from cadenza.schedules import largest_due, staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.topology import Topology
+from cadenza.transports import process_group_of
+from cadenza.transports.c10d_group import group_of
+from cadenza.transports.group import Group
 from cadenza.version import __version__
 
 __all__ = ["Synchronizer", "attach"]
@@ -57,7 +59,7 @@ def attach(
     *,
     observers: Sequence[Observer] = (),
     topology: Topology | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Group | None = None,
     membership: Membership | None = None,
     auto: bool = False,
     scaler: torch.amp.GradScaler | None = None,
@@ -72,7 +74,7 @@ def attach(
         strategy: What to do, for instance `cadenza.diloco()`.
         observers: What gets a `RoundReport` for every round.
         topology: With whom, if the strategy's own `groups` do not say it: one level for each of the strategy's.
-        process_group: The ranks that train together; None means everyone.
+        process_group: The ranks that train together; None means everyone. In `cadenza.testing.workers`, all workers.
         membership: Under `skip_round` and `shrink`, this worker's place in the job (`cadenza.join`), instead of a
             process group: none needs to be initialised. By default it is made from the environment.
         auto: Call `step()` by itself after every step of the (last) optimizer, for loops that a framework owns.
@@ -106,7 +108,7 @@ def attach(
         raise ValueError(
             "membership belongs to faults=skip_round() or shrink(); this strategy raises at the first fault."
         )
-    group = resolve(process_group)
+    group = group_of(process_group)
     check_door(group, terms=f"{strategy.describe()}; Cadenza {__version__}", model=view.describe())
     view.refuse_what_cannot_work(strategy)
     levels = build_levels(strategy, group, topology)
@@ -738,7 +740,11 @@ class Synchronizer:
         if not self.strategy.warmup_steps:
             self._end_warmup()
         elif ddp is not None and not covers(ddp, self._levels[-1].transport.members):
-            widen(ddp, self._levels[-1].group, while_true=lambda: self.clock < self.strategy.warmup_steps)
+            widen(
+                ddp,
+                process_group_of(self._levels[-1].transport),
+                while_true=lambda: self.clock < self.strategy.warmup_steps,
+            )
 
     def _end_warmup(self) -> None:
         """Go over to local steps: DDP over all ranks falls silent, anchors are taken."""

@@ -78,7 +78,7 @@ class Company:
     def __init__(self, membership: Membership, policy: SkipRound | Shrink, plan: LevelPlan, terms: str) -> None:
         self.membership = membership
         self.policy = policy
-        self.level = LevelGroup(plan, plan.name or "level 0", lambda: None, transport=None)  # type: ignore[arg-type]
+        self.level = LevelGroup(plan, plan.name or "level 0", transport=None)  # type: ignore[arg-type]
         self.behind = self.idle = False
         self._terms = terms
         self._lines = [membership.line(), membership.line()]  # for the training loop, and for rounds in flight
