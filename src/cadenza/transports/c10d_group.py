@@ -6,15 +6,17 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
-from cadenza.common.process_groups import store_of, timeout_of
+from cadenza.common.process_groups import resolve, store_of, timeout_of
 from cadenza.errors import NotInitializedError
 from cadenza.topology import hosts_of
 from cadenza.transports import Transport, connect
+from cadenza.transports.group import Group, current_group
 
-__all__ = ["C10dGroup"]
+__all__ = ["C10dGroup", "group_of"]
 
 
 class C10dGroup:
@@ -76,3 +78,18 @@ class C10dGroup:
         made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made
+
+
+def group_of(given: dist.ProcessGroup | Group | None) -> Group:
+    """Return a group as it is, a process group as one, and for None the thread's own group or the world.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> group_of(None).ranks, group_of(dist.group.WORLD).ranks
+    ((0,), (0,))
+    >>> dist.destroy_process_group()
+    """
+    if given is None:
+        return current_group() or C10dGroup(resolve(None))
+    if isinstance(given, dist.ProcessGroup) or not hasattr(given, "connect"):
+        return C10dGroup(resolve(cast(dist.ProcessGroup, given)))  # it refuses what is neither
+    return given
