@@ -31,9 +31,7 @@ def drift_of_values(result: RoundResult, mean: Sequence[torch.Tensor]) -> float:
     return drift(result.spread2, norm_squared(*mean))
 
 
-def drift_of_differences(
-    result: RoundResult, anchors: Sequence[torch.Tensor], deltas: Sequence[torch.Tensor]
-) -> float:
+def drift_of_differences(result: RoundResult, anchors: Sequence[torch.Tensor], deltas: Sequence[torch.Tensor]) -> float:
     """Return the drift of a round in which differences from anchors were averaged to `deltas`."""
     mean2 = sum(w * header.norm2 for w, header in zip(result.weights, result.headers, strict=True))
     size2 = sum(distance_squared(anchor, delta) for anchor, delta in zip(anchors, deltas, strict=True))

@@ -1,4 +1,4 @@
-"""Calling `step()` by itself, for loops that a framework owns: after the last optimizer's step, or a scaler's update."""
+"""Calling `step()` by itself, for loops that a framework owns: after an optimizer step, or a scaler's update."""
 
 from __future__ import annotations
 

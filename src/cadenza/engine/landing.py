@@ -59,9 +59,7 @@ class Landing:
         self._reporter.failed(pending, failed, self._participants.levels[pending.level], self._state.clock)
 
     @torch.no_grad()
-    def _take_late_step(
-        self, pending: PendingRound, state: LevelState, result: RoundResult
-    ) -> Sequence[torch.Tensor]:
+    def _take_late_step(self, pending: PendingRound, state: LevelState, result: RoundResult) -> Sequence[torch.Tensor]:
         """Take the outer step now, and move the parameters by as much as the anchor has moved."""
         layout = pending.layout
         before = [anchor.clone() for anchor in state.anchors]

@@ -116,8 +116,7 @@ def _disagreement(transport: Transport, stance: Stance, headers: Sequence[Header
 
 
 def unsent(step: int, error: TransportError) -> RoundAbortedError:
+    """Return what to raise where a round failed before it had begun."""
     return RoundAbortedError(
         f"The round at step {step} failed before any value was sent; the parameters are as they were. {error}"
     )
-
-

@@ -200,9 +200,7 @@ class RoundRunner:
         header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
         spread, scales = self._strategy.measures_drift, self._scales(number, fragment)
         with torch.no_grad():
-            result = average_in_place(
-                tensors, group.transport, header, problem=problem, scales=scales, spread=spread
-            )
+            result = average_in_place(tensors, group.transport, header, problem=problem, scales=scales, spread=spread)
         id = RoundId(self._state.clock, self._state.phase, fragment)
         pending = PendingRound(id, number, self._state.clock, layout, samples=self._state.counts.samples)
         self._landing.bring_up_to_date(pending, layout, result, group)
