@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
-from cadenza.fragments import by_layers
+from cadenza.fragments import Fragmentation, by_layers
 from cadenza.outer import nesterov, sgd
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every
-from cadenza.strategy import Groups, LevelPlan, Strategy, as_schedule
+from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, as_schedule
 
 __all__ = [
     "diloco",
@@ -24,7 +24,26 @@ __all__ = [
 ]
 
 
-def local_sgd(period: int | Schedule = 16, *, codec: Codec | None = None, **options: Any) -> Strategy:
+# A preset that has an argument of the same name takes the other options only.
+class _PostLocalSgdOptions(CommonOptions, total=False):
+    fragments: Fragmentation
+    delay: int
+    alpha: float
+
+
+class _SlowMoOptions(CommonOptions, total=False):
+    fragments: Fragmentation
+    warmup_steps: int
+    delay: int
+
+
+class _StreamingOptions(CommonOptions, total=False):
+    warmup_steps: int
+
+
+def local_sgd(
+    period: int | Schedule = 16, *, codec: Codec | None = None, **options: Unpack[StrategyOptions]
+) -> Strategy:
     """Average the parameters every `period` steps.
 
     >>> local_sgd(period=8).levels[0].schedule
@@ -34,7 +53,11 @@ def local_sgd(period: int | Schedule = 16, *, codec: Codec | None = None, **opti
 
 
 def post_local_sgd(
-    period: int | Schedule = 16, *, warmup_steps: int, codec: Codec | None = None, **options: Any
+    period: int | Schedule = 16,
+    *,
+    warmup_steps: int,
+    codec: Codec | None = None,
+    **options: Unpack[_PostLocalSgdOptions],
 ) -> Strategy:
     """Average gradients for `warmup_steps`, then parameters every `period` steps (arXiv 1808.07217).
 
@@ -44,7 +67,9 @@ def post_local_sgd(
     return local_sgd(period, codec=codec, warmup_steps=warmup_steps, **options)
 
 
-def hierarchical(levels: Mapping[int, Groups], *, codec: Codec | None = None, **options: Any) -> Strategy:
+def hierarchical(
+    levels: Mapping[int, Groups], *, codec: Codec | None = None, **options: Unpack[StrategyOptions]
+) -> Strategy:
     """Average small groups often and large ones seldom: {period: groups} from the innermost (arXiv 2010.12998).
 
     Groups are a number of ranks, "host", "all", or tuples of ranks. Only the largest level that is due averages. The
@@ -60,7 +85,12 @@ def hierarchical(levels: Mapping[int, Groups], *, codec: Codec | None = None, **
 
 
 def slowmo(
-    period: int | Schedule = 12, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | None = None, **options: Any
+    period: int | Schedule = 12,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.6,
+    codec: Codec | None = None,
+    **options: Unpack[_SlowMoOptions],
 ) -> Strategy:
     """Add slow momentum to local SGD, in units of the inner learning rate (arXiv 1910.00643).
 
@@ -78,7 +108,7 @@ def diloco(
     outer_momentum: float = 0.9,
     codec: Codec | None = None,
     clip: float | None = None,
-    **options: Any,
+    **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Take many local steps, then an outer Nesterov step on the mean difference (arXiv 2311.08105).
 
@@ -100,7 +130,7 @@ def streaming_diloco(
     delay: int = 5,
     alpha: float = 0.5,
     codec: Codec | None = None,
-    **options: Any,
+    **options: Unpack[_StreamingOptions],
 ) -> Strategy:
     """Send a few layers at a time, in 4 bits, while training goes on (arXiv 2501.18512).
 
@@ -118,7 +148,7 @@ def sparse_loco(
     outer_lr: float = 1.0,
     density: float = 0.02,
     decay: float = 0.95,
-    **options: Any,
+    **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Send only the largest changes, in 2 bits, and keep what was not sent for later (arXiv 2508.15706).
 

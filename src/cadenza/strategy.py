@@ -2,7 +2,7 @@
 
 When, with whom, what, how much each worker counts, how it is written, what becomes of the mean, and what if it fails.
 `LevelPlan` holds those that can differ from level to level, `Strategy` the levels and the rest. Both only say what is
-wanted: a `Synchronizer` does it.
+wanted: a `Synchronizer` does it. Every piece may be a user's own that fulfils its protocol.
 
 >>> import cadenza
 >>> inner = LevelPlan(cadenza.every(16), groups="host")
@@ -14,27 +14,43 @@ wanted: a `Synchronizer` does it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypedDict
 
-from cadenza.codecs import Codec, fp32
+from cadenza.codecs import Codec, ShapedCodec, fp32
 from cadenza.common.checks import check_not_negative
 from cadenza.common.identity import identity
+from cadenza.common.protocols import check_piece
 from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
-from cadenza.schedules import Every, Schedule, every, smallest_gap
-from cadenza.topology import Level
+from cadenza.schedules import Schedule, StateSchedule, every, gap_after, staggered_levels
+from cadenza.topology import Level, RoundTopology
 from cadenza.weighting import Weighting, by_function, samples, uniform
 
-__all__ = ["Groups", "LevelPlan", "Strategy", "as_schedule"]
+__all__ = [
+    "CommonOptions",
+    "Groups",
+    "LevelPlan",
+    "OptimizerState",
+    "Strategy",
+    "StrategyOptions",
+    "Weight",
+    "as_schedule",
+]
 
-Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...]
+Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...] | RoundTopology
+OptimizerState = Literal["leave", "average", "reset"] | StateSchedule
+Weight = Literal["uniform", "samples"] | Callable[[], float] | Weighting
 
 
 def as_schedule(period: Any) -> Schedule:
-    """Return a schedule as it is, and `every(n)` for a whole number of steps of whatever library."""
+    """Return a schedule as it is, and `every(n)` for a whole number of steps of whatever library.
+
+    >>> as_schedule(8)
+    Every(period=8, offset=0)
+    """
     if isinstance(period, SupportsIndex) and not isinstance(period, bool):
         return every(operator.index(period))
     schedule: Schedule = period
@@ -47,11 +63,13 @@ class LevelPlan:
 
     Args:
         schedule: When; a number means that many steps.
-        groups: With whom: "all", the ranks of one "host", a number for runs of that many ranks, or explicit groups.
+        groups: With whom: "all", the ranks of one "host", a number for runs of that many ranks, explicit groups, or a
+            `RoundTopology` that cuts the ranks anew for every round.
         codec: How differences are written on the wire.
         outer: What becomes of the mean.
         name: What the level is called in reports; "level 0" and so on without one.
         keep_anchor: Send differences from an anchor also where a plain mean would not need one.
+        delay: How many steps training goes on between the launch of a round and its landing; None: the strategy's.
 
     >>> LevelPlan(8).schedule
     Every(period=8, offset=0)
@@ -63,29 +81,49 @@ class LevelPlan:
     outer: Outer = field(default_factory=mean)
     name: str = field(default="", metadata={"local": "it only stands in reports"})
     keep_anchor: bool = False
+    delay: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
-        for value, wanted in ((self.schedule, "is_due"), (self.codec, "encoded_bytes"), (self.outer, "needs_inner_lr")):
-            if not hasattr(value, wanted):
-                raise TypeError(
-                    f"{value!r} cannot be a part of a level: a schedule (cadenza.every(…)), a codec "
-                    "(cadenza.codecs.int8()) and an outer update (cadenza.nesterov()) are required."
-                )
-        sized = isinstance(self.groups, int) and not isinstance(self.groups, bool) and self.groups >= 1
-        if not sized and not isinstance(self.groups, tuple) and self.groups not in ("all", "host"):
-            raise ValueError(
-                f'groups is "all", "host", a number of ranks or a tuple of tuples of ranks; got {self.groups!r}.'
-            )
-        if isinstance(self.groups, tuple):
-            if not all(isinstance(group, tuple) for group in self.groups):
-                raise ValueError(f"Explicit groups are a tuple of tuples of ranks; got {self.groups!r}.")
-            Level(self.groups)  # refuses empty and overlapping groups
+        check_piece(self.schedule, Schedule, what="schedule", such_as="cadenza.every(16)")
+        check_piece(self.codec, Codec, what="codec", such_as="cadenza.codecs.int8()")
+        check_piece(self.outer, Outer, what="outer", such_as="cadenza.nesterov()")
+        if self.delay is not None:
+            check_not_negative("delay", self.delay)
+        self._check_groups()
+        self._check_codec()
 
     @property
     def anchored(self) -> bool:
         """Whether the level keeps an anchor, and sends differences from it."""
         return self.keep_anchor or not self.outer.plain or not self.codec.exact
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the groups change from round to round."""
+        return not isinstance(self.groups, str | int | tuple)
+
+    def _check_groups(self) -> None:
+        if isinstance(self.groups, tuple):
+            if not all(isinstance(group, tuple) for group in self.groups):
+                raise ValueError(f"Explicit groups are a tuple of tuples of ranks; got {self.groups!r}.")
+            Level(self.groups)  # refuses empty and overlapping groups
+            return
+        sized = isinstance(self.groups, int) and not isinstance(self.groups, bool) and self.groups >= 1
+        given: object = self.groups
+        made = not isinstance(given, type) and callable(getattr(given, "groups", None))
+        if not sized and not made and self.groups not in ("all", "host"):
+            raise ValueError(
+                'groups is "all", "host", a number of ranks, a tuple of tuples of ranks or a '
+                f"cadenza.topology.RoundTopology; got {self.groups!r}."
+            )
+
+    def _check_codec(self) -> None:
+        if self.codec.shaped and not (self.codec.sparse and isinstance(self.codec, ShapedCodec)):
+            raise ValueError(
+                f"{self.codec.name} asks for the tensors' shapes, so its values are gathered, not reduced: it must be "
+                "sparse and have for_shapes(); see cadenza.codecs.ShapedCodec."
+            )
 
 
 @dataclass(frozen=True)
@@ -96,16 +134,19 @@ class Strategy:
         levels: From the innermost, which meets most often, to the outermost.
         fragments: What travels together; several fragments take turns.
         warmup_steps: For how many steps gradients are averaged instead.
-        delay: How many steps training goes on between the launch of a round and its landing.
+        delay: How many steps training goes on between the launch of a round and its landing, at levels that do not say.
         alpha: How much of the local value is kept when the outer update's result lands (0: none).
         buffers: Whether floating-point buffers are averaged, and counters taken from the maximum.
-        optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands.
+        optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands; or
+            `cadenza.schedules.moments(…)`, which averages its entries at steps of their own.
         weight: How much a worker counts: all alike, by the samples given to `step`, what a function says, or a piece of
             `cadenza.weighting`.
         balanced: Give faster workers more local steps in a period, and weigh their differences accordingly.
         offload: Keep anchors and outer state in CPU memory, and do the rounds there.
         measure_drift: Measure how far the workers had moved apart, at the price of one more pass over the values.
         faults: What happens if a worker is gone, late or wrong: `raise_error()`, `skip_round()` or `shrink()`.
+        average_gradients: Gradients are averaged in every step, by DDP or by `sync.average_gradients()`, not only in
+            the warm-up: all workers stay one replica, and rounds only take the outer step.
 
     >>> import cadenza
     >>> Strategy(levels=(LevelPlan(500, outer=cadenza.nesterov()),), delay=5).delay
@@ -118,12 +159,13 @@ class Strategy:
     delay: int = 0
     alpha: float = 0.0
     buffers: bool = False
-    optimizer_state: Literal["leave", "average", "reset"] = "leave"
-    weight: Literal["uniform", "samples"] | Callable[[], float] | Weighting = "uniform"
+    optimizer_state: OptimizerState = "leave"
+    weight: Weight = "uniform"
     balanced: bool = False
     offload: bool = field(default=False, metadata={"local": "where a worker keeps its anchors changes no value"})
     measure_drift: bool = True
     faults: FaultPolicy = field(default_factory=raise_error)
+    average_gradients: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.levels, LevelPlan) or not all(isinstance(level, LevelPlan) for level in self.levels):
@@ -131,19 +173,19 @@ class Strategy:
         levels = tuple(self.levels)
         if not levels:
             raise ValueError("A strategy needs at least one level: Strategy(levels=(LevelPlan(16),)).")
-        if not hasattr(self.faults, "tolerant"):
-            raise TypeError(f"faults is raise_error(), skip_round(…) or shrink(…); got {self.faults!r}.")
+        check_piece(self.faults, FaultPolicy, what="faults", such_as="cadenza.shrink()")
+        check_piece(self.fragments, Fragmentation, what="fragments", such_as="cadenza.by_layers(3)")
         # Unequal numbers of steps can only be made up for in differences; who comes back needs an anchor to come to.
         if self.balanced or self.faults.tolerant:
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)
-        if isinstance(self.fragments, type | str) or not hasattr(self.fragments, "split"):
-            raise TypeError(f"fragments is whole(), by_layers(…) or by_bytes(…); got {self.fragments!r}.")
         for name in ("warmup_steps", "delay"):
             check_not_negative(name, getattr(self, name))
         self._check_choices()
         self._check_levels()
-        self._check_delay()
+        self._check_regrouping()
+        self._check_delays(self._schedules)
+        self._check_late_landing()
         self._check_faults()
 
     @property
@@ -170,17 +212,70 @@ class Strategy:
         """Whether rounds measure drift, because it was asked for or because a schedule depends on it."""
         return self.measure_drift or any(level.schedule.uses_drift for level in self.levels)
 
+    def delay_of(self, level: int) -> int:
+        """Return how many steps a level's rounds take from launch to landing.
+
+        >>> Strategy(levels=(LevelPlan(4), LevelPlan(16, delay=4))).delay_of(1)
+        4
+        """
+        own = self.levels[level].delay
+        return self.delay if own is None else own
+
+    def restarts(self, level: int) -> bool:
+        """Say whether parameters go back to the anchor at a launch, and the outer step is taken at the landing.
+
+        It is so where a round lands when the next one is launched: no progress may be lost between the two.
+
+        >>> import cadenza
+        >>> cadenza.diloco(period=8, delay=8).restarts(0), cadenza.diloco(period=8, delay=7).restarts(0)
+        (True, False)
+        """
+        delay = self.delay_of(level)
+        return delay > 0 and not self.levels[level].outer.plain and delay == gap_after(self._schedules, level)
+
+    def schedules_of(self, fragment: int, count: int) -> tuple[Schedule, ...]:
+        """Return the schedules of one fragment of `count`, from the innermost level; refuse what cannot take turns.
+
+        >>> Strategy(levels=(LevelPlan(8),)).schedules_of(0, 2)
+        (Every(period=8, offset=4),)
+        """
+        if count == 1:
+            return self._schedules
+        schedules = staggered_levels(self._schedules, fragment, count)
+        self._check_delays(schedules)
+        return schedules
+
+    @property
+    def _schedules(self) -> tuple[Schedule, ...]:
+        return tuple(level.schedule for level in self.levels)
+
+    @property
+    def _late(self) -> bool:
+        return any(self.delay_of(level) for level in range(len(self.levels)))
+
     def _check_choices(self) -> None:
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
             raise TypeError(f"alpha is a number; got {self.alpha!r}.")
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha is the share of the local value that is kept, below 1; got {self.alpha}.")
-        if self.optimizer_state not in ("leave", "average", "reset"):
-            raise ValueError(f'optimizer_state is "leave", "average" or "reset"; got {self.optimizer_state!r}.')
-        if not (callable(self.weight) or hasattr(self.weight, "weigh") or self.weight in ("uniform", "samples")):
+        if not isinstance(self.optimizer_state, str) and callable(getattr(self.optimizer_state, "due", None)):
+            check_piece(self.optimizer_state, StateSchedule, what="optimizer_state", such_as="moments(exp_avg=64)")
+        elif self.optimizer_state not in ("leave", "average", "reset"):
             raise ValueError(
-                f'weight is "uniform", "samples", a function without arguments or a piece of cadenza.weighting; got '
+                'optimizer_state is "leave", "average", "reset" or cadenza.schedules.moments(…); '
+                f"got {self.optimizer_state!r}."
+            )
+        if hasattr(self.weight, "weigh"):
+            check_piece(self.weight, Weighting, what="weight", such_as="cadenza.weighting.samples()")
+        elif not callable(self.weight) and self.weight not in ("uniform", "samples"):
+            raise ValueError(
+                'weight is "uniform", "samples", a function without arguments or a piece of cadenza.weighting; got '
                 f"{self.weight!r}."
+            )
+        if self.alpha and any(self.restarts(level) for level in range(len(self.levels))):
+            raise ValueError(
+                "alpha mixes the local value with a result that lands late, but a delay as long as the period keeps "
+                "all local progress by itself. Leave alpha at 0, or choose a shorter delay."
             )
         if self.alpha and all(level.outer.plain for level in self.levels):
             raise ValueError(
@@ -200,23 +295,45 @@ class Strategy:
                 "Only the outermost level can follow the drift: that of an inner level is another number in every "
                 "group, and their periods would differ."
             )
-        simple = len(self.levels) == 1 and not self.delay and isinstance(self.fragments, Whole)
-        if self.balanced and not (simple and isinstance(self.levels[0].schedule, Every)):
+        simple = len(self.levels) == 1 and not self._late and self.fragments.single and not self.average_gradients
+        cycle = self.levels[0].schedule.cycle
+        if self.balanced and not (simple and cycle is not None and cycle[1] == 0):
             raise ValueError(
-                "balanced works with one level that meets every(n) steps, whole and without delay: other workers' "
-                "steps are not this one's, so nothing else can be counted alike."
+                "balanced works with one level that meets every(n) steps, whole, without delay and without "
+                "average_gradients: other workers' steps are not this one's, so nothing else can be counted alike."
             )
 
-    def _check_delay(self) -> None:
-        if not self.delay:
-            return
-        gap = smallest_gap([level.schedule for level in self.levels])
-        if self.delay >= gap:
-            raise ValueError(
-                f"A round must land before the next one of its fragment is launched: delay {self.delay} is not shorter "
-                f"than the {gap} steps between them. Choose a delay below {gap}, or longer periods."
+    def _check_regrouping(self) -> None:
+        """Refuse groups that change from round to round where something relies on their staying."""
+        for plan in self.levels:
+            if plan.regroups and (reason := self._why_not_regroup(plan)):
+                raise ValueError(f"The groups of {plan.groups!r} change from round to round: {reason}")
+
+    def _why_not_regroup(self, plan: LevelPlan) -> str | None:
+        if len(self.levels) > 1:
+            return "they need not nest in those of other levels. Use one level, or groups that stay."
+        if plan.schedule.uses_drift:
+            return "each group has a drift of its own, so periods would differ. Use a schedule such as every(16)."
+        if self.balanced:
+            return "balanced needs to know the speeds of one group. Use groups that stay, or balanced=False."
+        if plan.anchored and not plan.outer.diverges:
+            return (
+                "workers come to have different anchors, which only an outer update that says so (diverges) can use. "
+                "Use the plain mean with an exact codec, or another outer update."
             )
-        if self.buffers or self.optimizer_state == "average":
+        return None
+
+    def _check_delays(self, schedules: Sequence[Schedule]) -> None:
+        for level in range(len(self.levels)):
+            delay, gap = self.delay_of(level), gap_after(schedules, level)
+            if delay > gap:
+                raise ValueError(
+                    f"A round must land before the next one of its fragment is launched: delay {delay} is longer than "
+                    f"the {gap} steps between them. Choose a delay of at most {gap}, or longer periods."
+                )
+
+    def _check_late_landing(self) -> None:
+        if self._late and (self.buffers or self.optimizer_state not in ("leave", "reset")):
             raise ValueError(
                 "Buffers and optimizer state cannot land late: an average of variances from another step can turn "
                 'negative. Use delay=0, or buffers=False and optimizer_state="leave".'
@@ -235,9 +352,10 @@ class Strategy:
                 self.warmup_steps > 0,
                 "gradients are averaged in every step there, and one missing worker would stop all others",
             ),
+            "average_gradients": (self.average_gradients, "one missing worker would stop all others in every step"),
             "balanced": (self.balanced, "the workers' clocks differ, so nobody could tell who is late"),
             "averaged buffers or optimizer state": (
-                self.buffers or self.optimizer_state == "average",
+                self.buffers or self.optimizer_state not in ("leave", "reset"),
                 "they are averaged in place, and a failed round must change nothing",
             ),
         }
@@ -247,3 +365,36 @@ class Strategy:
                     f"{self.faults.name} cannot be combined with {what}: {why}. Leave it out, or "
                     "use faults=raise_error()."
                 )
+
+
+class CommonOptions(TypedDict, total=False):
+    """The options of a `Strategy` that no preset has an argument of its own for.
+
+    >>> options: CommonOptions = {"weight": "samples"}
+    >>> Strategy(levels=(LevelPlan(8),), **options).weight
+    'samples'
+    """
+
+    buffers: bool
+    optimizer_state: OptimizerState
+    weight: Weight
+    balanced: bool
+    offload: bool
+    measure_drift: bool
+    faults: FaultPolicy
+    average_gradients: bool
+
+
+class StrategyOptions(CommonOptions, total=False):
+    """All options of a `Strategy` beside its levels; presets take them by name.
+
+    >>> from cadenza import local_sgd
+    >>> options: StrategyOptions = {"delay": 2, "weight": "samples"}
+    >>> local_sgd(8, **options).delay
+    2
+    """
+
+    fragments: Fragmentation
+    warmup_steps: int
+    delay: int
+    alpha: float

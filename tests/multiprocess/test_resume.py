@@ -384,7 +384,7 @@ def of_another_step(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
-        (as_it_is, {"name": "slowmo"}, "another strategy: level 0: every(4) with all, "),
+        (as_it_is, {"name": "slowmo"}, "another strategy: strategy.levels[0]."),
         (as_it_is, {"case": "frozen"}, "another model: 0.weight: (16, 6) float32 in the state, 2.weight: (8, 16)"),
         (without_a_tensor, {}, "outer/momentum/2.bias must hold 8 values of float32; the state has nothing there"),
         (without_worker, {}, "goes on from what worker {rank} saved, which is not in this state"),

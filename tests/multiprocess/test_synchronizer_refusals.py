@@ -86,8 +86,8 @@ def test_different_strategies_are_refused_on_every_rank(ranks: RankPool, what: s
 
 def test_only_the_first_difference_of_strategies_is_told(ranks: RankPool) -> None:
     [(_, _, text), *_] = [result for result, _ in ranks.run(2, with_strategies, *STRATEGIES["period"], timeout_s=20)]
-    assert "level 0: every(4) with all" in text
-    assert "level 0: every(8) with all" in text
+    assert "strategy.levels[0].schedule.period: 4 on rank" in text
+    assert "strategy.levels[0].schedule.period: 8 on rank" in text
     assert "fragments" not in text
     assert "parameters differ" not in text
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -12,6 +13,7 @@ from cadenza import LevelPlan, Strategy, codecs, presets
 from cadenza.fragments import by_layers, whole
 from cadenza.outer import mean, nesterov, sgd, slowmo
 from cadenza.schedules import every
+from cadenza.strategy import StrategyOptions
 
 
 def level(strategy: Strategy) -> LevelPlan:
@@ -124,5 +126,17 @@ def test_every_preset_is_public_and_documented() -> None:
 
 
 def test_a_delay_must_fit_a_short_period() -> None:
-    with pytest.raises(ValueError, match="below 4"):
+    with pytest.raises(ValueError, match="at most 4"):
         cadenza.streaming_diloco(4)
+
+
+def test_presets_are_typed_for_every_option_of_a_strategy() -> None:
+    named = {field.name for field in fields(Strategy)} - {"levels"}
+    assert set(StrategyOptions.__annotations__) == named
+    for name in presets.__all__:
+        preset = getattr(presets, name)
+        hints = get_type_hints(preset)
+        [options] = get_args(hints["options"])
+        own = set(inspect.signature(preset).parameters)
+        assert not own & set(options.__annotations__), "a name that the preset takes itself"
+        assert set(options.__annotations__) <= named

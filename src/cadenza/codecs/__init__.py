@@ -12,11 +12,11 @@
 frozen dataclass that fulfils `Codec`, and one more line in tests/contract/test_codecs.py.
 """
 
-from cadenza.codecs.base import Codec
+from cadenza.codecs.base import Codec, ShapedCodec
 from cadenza.codecs.exponents import e3m0
 from cadenza.codecs.feedback import error_feedback
 from cadenza.codecs.floats import bf16, fp16, fp32
 from cadenza.codecs.integers import int8
 from cadenza.codecs.sparse import topk
 
-__all__ = ["Codec", "bf16", "e3m0", "error_feedback", "fp16", "fp32", "int8", "topk"]
+__all__ = ["Codec", "ShapedCodec", "bf16", "e3m0", "error_feedback", "fp16", "fp32", "int8", "topk"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "ShapedCodec"]
 
 
 @runtime_checkable
@@ -47,6 +48,16 @@ class Codec(Protocol):
         ...
 
     @property
+    def aligned(self) -> bool:
+        """Whether no block may hold values of two tensors: every tensor starts at a multiple of `block` then."""
+        ...
+
+    @property
+    def shaped(self) -> bool:
+        """Whether it must know the tensors' shapes, as transforms in two dimensions do: see `ShapedCodec`."""
+        ...
+
+    @property
     def feedback(self) -> float | None:
         """The decay of the residual that is fed back into the next round, or None."""
         ...
@@ -65,4 +76,25 @@ class Codec(Protocol):
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         """Add `weight` times the values that were encoded into `data` to `out`."""
+        ...
+
+
+@runtime_checkable
+class ShapedCodec(Codec, Protocol):
+    """A sparse codec that must know the shapes of the tensors that lie in a flat run of values, one after the other.
+
+    >>> from cadenza.codecs import int8
+    >>> isinstance(int8(), ShapedCodec), int8().shaped
+    (False, False)
+    """
+
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        """Return the codec of one flat run that is made of tensors of these shapes; it has `split`."""
+        ...
+
+    def split(self, row_bytes: int) -> Sequence[tuple[int, Codec]]:
+        """Cut the run of a codec that `for_shapes` gave into messages of at most so many bytes.
+
+        Returns how many values each message has, in order, and the codec that writes it.
+        """
         ...

@@ -63,6 +63,8 @@ class Exponents:
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     feedback: ClassVar[float | None] = None
+    aligned: ClassVar[bool] = False
+    shaped: ClassVar[bool] = False
 
     def encoded_bytes(self, numel: int) -> int:
         return sum(sum(sizes) for sizes in self._sizes(numel))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from cadenza.codecs.base import Codec
+from cadenza.codecs.base import Codec, ShapedCodec
 from cadenza.common.checks import check_share
 
 __all__ = ["error_feedback"]
@@ -59,6 +60,20 @@ class ErrorFeedback:
     def block(self) -> int:
         return self.codec.block
 
+    @property
+    def aligned(self) -> bool:
+        return self.codec.aligned
+
+    @property
+    def shaped(self) -> bool:
+        return self.codec.shaped
+
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        return ErrorFeedback(_shaped(self.codec).for_shapes(shapes), self.feedback)
+
+    def split(self, row_bytes: int) -> Sequence[tuple[int, Codec]]:
+        return _shaped(self.codec).split(row_bytes)
+
     def encoded_bytes(self, numel: int) -> int:
         return self.codec.encoded_bytes(numel)
 
@@ -70,6 +85,12 @@ class ErrorFeedback:
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         self.codec.decode_add(data, out, weight)
+
+
+def _shaped(codec: Codec) -> ShapedCodec:
+    if not isinstance(codec, ShapedCodec):
+        raise TypeError(f"{codec.name} takes values of any shape: ask it for shapes only where `shaped` is True.")
+    return codec
 
 
 def _check_codec(given: object) -> None:

@@ -53,6 +53,8 @@ class Floats:
     sparse: ClassVar[bool] = False
     block: ClassVar[int] = 1
     feedback: ClassVar[float | None] = None
+    aligned: ClassVar[bool] = False
+    shaped: ClassVar[bool] = False
 
     @property
     def exact(self) -> bool:

@@ -45,6 +45,8 @@ class Integers:
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     feedback: ClassVar[float | None] = None
+    aligned: ClassVar[bool] = False
+    shaped: ClassVar[bool] = False
 
     def encoded_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) + numel

@@ -56,6 +56,8 @@ class TopK:
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
     feedback: ClassVar[float | None] = None
+    aligned: ClassVar[bool] = False
+    shaped: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

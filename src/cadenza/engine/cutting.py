@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 
-from cadenza.codecs import Codec
+from cadenza.codecs import Codec, ShapedCodec
 from cadenza.transports import Lane, Transport
 
 __all__ = ["in_turn", "longest_message", "padded", "pipeline", "plain_rows", "put", "rows_of", "sparse_messages"]
@@ -70,7 +71,7 @@ def longest_message(row_bytes: int, codec: Codec) -> int:
 def sparse_messages(numel: int, codec: Codec, row_bytes: int) -> list[tuple[int, Codec]]:
     """Cut values that are gathered whole into messages: how many values each has, and the codec that writes it."""
     if codec.shaped:
-        return list(codec.split(row_bytes))
+        return list(cast(ShapedCodec, codec).split(row_bytes))
     longest = longest_message(row_bytes, codec)
     return [(min(longest, numel - start), codec) for start in range(0, numel, longest)]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from cadenza.codecs import Codec
+from cadenza.codecs import Codec, ShapedCodec
 from cadenza.common.norms import norm_squared
 from cadenza.engine.exchange import Residual
 from cadenza.engine.layout import Layout
@@ -104,7 +104,7 @@ class LevelState:
 
     def _codec(self, layout: Layout, strip: int) -> Codec:
         codec = self.plan.codec
-        return codec.for_shapes(layout.shapes(strip)) if codec.shaped else codec
+        return cast(ShapedCodec, codec).for_shapes(layout.shapes(strip)) if codec.shaped else codec
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 

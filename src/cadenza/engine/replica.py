@@ -16,7 +16,6 @@ from cadenza.engine.model_view import ModelView, named
 from cadenza.engine.place import Place
 from cadenza.engine.run_state import RunState
 from cadenza.participants.base import Participants
-from cadenza.schedules import staggered_levels
 from cadenza.strategy import Strategy
 from cadenza.transports import Transport
 
@@ -68,17 +67,15 @@ class Replica:
         """Return what a level remembers of a fragment."""
         known = self.state.levels
         if (level, fragment) not in known:
-            schedules = [plan.schedule for plan in self.strategy.levels]
-            count = self.state.fragment_count
-            turns = staggered_levels(schedules, fragment, count) if count > 1 else schedules
-            known[level, fragment] = LevelState(self.strategy.levels[level], turns[level], self.weighting)
+            schedule = self.strategy.schedules_of(fragment, self.state.fragment_count)[level]
+            known[level, fragment] = LevelState(self.strategy.levels[level], schedule, self.weighting)
         return known[level, fragment]
 
     def check_turns(self) -> None:
         """Refuse more fragments than can take turns, before anything is changed."""
         count = len(self.fragments())
-        for fragment in range(count if count > 1 else 0):
-            staggered_levels([plan.schedule for plan in self.strategy.levels], fragment, count)
+        for fragment in range(count):
+            self.strategy.schedules_of(fragment, count)
 
     def fit_levels(self) -> None:
         """Let every level take its anchors from the parameters, where it has none yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cadenza.common.checks import as_count
 from cadenza.fragments.base import Sized
@@ -12,9 +13,14 @@ __all__ = ["ByBytes", "by_bytes"]
 
 @dataclass(frozen=True)
 class ByBytes:
-    """Fragments of about equal size; made by `by_bytes`."""
+    """Fragments of about equal size; made by `by_bytes`.
+
+    >>> ByBytes(4).split([("a", 4), ("b", 4)])
+    [['a'], ['b']]
+    """
 
     limit: int
+    single: ClassVar[bool] = False
 
     def split(self, parameters: Sized) -> list[list[str]]:
         """Fill fragments in order; a parameter larger than the limit has one to itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cadenza.common.checks import as_count
 from cadenza.fragments.base import Sized
@@ -16,10 +17,15 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True)
 class ByLayers:
-    """Fragments of a few layers each; made by `by_layers`."""
+    """Fragments of a few layers each; made by `by_layers`.
+
+    >>> ByLayers(1, strided=False).split([("0.w", 4), ("1.w", 4)])
+    [['0.w'], ['1.w']]
+    """
 
     layers: int
     strided: bool = True
+    single: ClassVar[bool] = False
 
     def split(self, parameters: Sized) -> list[list[str]]:
         """Cut by the first number in a parameter's name; what has none goes with the layer before it, or the first."""

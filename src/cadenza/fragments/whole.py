@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cadenza.fragments.base import Sized
 
@@ -11,7 +12,13 @@ __all__ = ["Whole", "whole"]
 
 @dataclass(frozen=True)
 class Whole:
-    """Everything in one fragment; made by `whole`."""
+    """Everything in one fragment; made by `whole`.
+
+    >>> Whole().split([])
+    []
+    """
+
+    single: ClassVar[bool] = True
 
     def split(self, parameters: Sized) -> list[list[str]]:
         return [[name for name, _ in parameters]] if parameters else []

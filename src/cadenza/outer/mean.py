@@ -22,13 +22,26 @@ class Mean:
 
     plain: ClassVar[bool] = True
     needs_inner_lr: ClassVar[bool] = False
+    needs_own: ClassVar[bool] = False
+    needs_anchor_mean: ClassVar[bool] = False
+    diverges: ClassVar[bool] = False
     clip: ClassVar[float | None] = None
 
     def init(self, anchor: torch.Tensor) -> State:
         return {}
 
     def update(
-        self, anchor: torch.Tensor, delta: torch.Tensor, state: State, *, rounds: int, inner_lr: float | None = None
+        self,
+        anchor: torch.Tensor,
+        delta: torch.Tensor,
+        state: State,
+        *,
+        rounds: int,
+        inner_lr: float | None = None,
+        own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
+        anchor_mean: torch.Tensor | None = None,
     ) -> None:
         anchor.sub_(delta)
 

@@ -32,13 +32,26 @@ class Sgd:
     schedule: Factor | None = field(default=None, metadata=PROBED_ROUNDS)
     plain: ClassVar[bool] = False
     needs_inner_lr: ClassVar[bool] = False
+    needs_own: ClassVar[bool] = False
+    needs_anchor_mean: ClassVar[bool] = False
+    diverges: ClassVar[bool] = False
 
     def init(self, anchor: torch.Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
 
     # The operations of torch.optim.SGD in their order, so that the two agree to the bit; none makes a temporary.
     def update(
-        self, anchor: torch.Tensor, delta: torch.Tensor, state: State, *, rounds: int, inner_lr: float | None = None
+        self,
+        anchor: torch.Tensor,
+        delta: torch.Tensor,
+        state: State,
+        *,
+        rounds: int,
+        inner_lr: float | None = None,
+        own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
+        anchor_mean: torch.Tensor | None = None,
     ) -> None:
         factor = -self.lr * factor_after(self.schedule, rounds)
         momenta = in_cache(state["momentum"]) if self.momentum else []

@@ -26,13 +26,26 @@ class SlowMo:
     beta: float
     plain: ClassVar[bool] = False
     needs_inner_lr: ClassVar[bool] = True
+    needs_own: ClassVar[bool] = False
+    needs_anchor_mean: ClassVar[bool] = False
+    diverges: ClassVar[bool] = False
     clip: ClassVar[float | None] = None
 
     def init(self, anchor: torch.Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)}
 
     def update(
-        self, anchor: torch.Tensor, delta: torch.Tensor, state: State, *, rounds: int, inner_lr: float | None = None
+        self,
+        anchor: torch.Tensor,
+        delta: torch.Tensor,
+        state: State,
+        *,
+        rounds: int,
+        inner_lr: float | None = None,
+        own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
+        anchor_mean: torch.Tensor | None = None,
     ) -> None:
         if inner_lr is None or not 0 <= inner_lr < math.inf:
             raise ValueError(

@@ -39,6 +39,9 @@ class TorchOptimizer:
     schedule: Factor | None = field(default=None, metadata=PROBED_ROUNDS)
     plain: ClassVar[bool] = False
     needs_inner_lr: ClassVar[bool] = False
+    needs_own: ClassVar[bool] = False
+    needs_anchor_mean: ClassVar[bool] = False
+    diverges: ClassVar[bool] = False
 
     def init(self, anchor: torch.Tensor) -> State:
         state = {name: torch.tensor(-1) for name in ("begun", "applied")}
@@ -51,7 +54,17 @@ class TorchOptimizer:
         return state
 
     def update(
-        self, anchor: torch.Tensor, delta: torch.Tensor, state: State, *, rounds: int, inner_lr: float | None = None
+        self,
+        anchor: torch.Tensor,
+        delta: torch.Tensor,
+        state: State,
+        *,
+        rounds: int,
+        inner_lr: float | None = None,
+        own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
+        anchor_mean: torch.Tensor | None = None,
     ) -> None:
         fresh = self._open_round(state, rounds)
         lr = self.lr * factor_after(self.schedule, rounds)

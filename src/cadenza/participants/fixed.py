@@ -6,7 +6,7 @@ Whoever fails ends the training of all, so nobody has to ask who is there: all v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from cadenza.errors import TopologyError
 from cadenza.participants.base import Admission, FailedRound, SharedState
@@ -48,9 +48,9 @@ class FixedParticipants:
 
     def group(self, level: int, round: int) -> LevelGroup:
         known = self.levels[level]
-        groups = known.plan.groups
-        if not isinstance(groups, RoundTopology):
+        if not known.plan.regroups:
             return known
+        groups = cast(RoundTopology, known.plan.groups)
         partition = _checked(groups.groups(round, self._group.ranks), self._group.ranks, round)
         key = level, partition
         if key not in self._changing:  # a partition has every rank, so all make their groups in one order
@@ -122,13 +122,13 @@ def _stage(outer: Level, inner: Level, inside: Transport, group: Group) -> Stage
 
 
 def _partition(groups: Groups, group: Group) -> Level:
-    if groups == "all" or isinstance(groups, RoundTopology):
-        return Level((group.ranks,))
     if groups == "host":
         return Topology.from_hosts(group.host_names()).levels[0]
     if isinstance(groups, int):
         return Topology.from_sizes([groups], ranks=group.ranks).levels[0]
-    return Level(groups)
+    if isinstance(groups, tuple):
+        return Level(groups)
+    return Level((group.ranks,))  # "all", or groups that change: among whom rounds may be held
 
 
 def _checked(groups: tuple[tuple[int, ...], ...], ranks: Sequence[int], round: int) -> Level:

@@ -16,18 +16,23 @@ from cadenza.schedules.adaptive import Adaptive, adaptive
 from cadenza.schedules.base import Schedule, State
 from cadenza.schedules.changing import Changing, changing
 from cadenza.schedules.every import Every, every
-from cadenza.schedules.levels import largest_due, smallest_gap, staggered_levels
+from cadenza.schedules.levels import gap_after, largest_due, smallest_gap, staggered_levels
+from cadenza.schedules.own_periods import OwnPeriods, StateSchedule, moments
 
 __all__ = [
     "Adaptive",
     "Changing",
     "Every",
+    "OwnPeriods",
     "Schedule",
     "State",
+    "StateSchedule",
     "adaptive",
     "changing",
     "every",
+    "gap_after",
     "largest_due",
+    "moments",
     "smallest_gap",
     "staggered_levels",
 ]

@@ -42,6 +42,10 @@ class Adaptive:
         return self.minimum
 
     @property
+    def cycle(self) -> None:
+        return None
+
+    @property
     def uses_drift(self) -> bool:
         return True
 

@@ -37,7 +37,11 @@ class Schedule(Protocol):
 
     @property
     def shortest_gap(self) -> int:
-        """Return a lower bound of the steps between two rounds; a delay must be shorter."""
+        """Return a lower bound of the steps between two rounds; a delay is at most as long."""
+
+    @property
+    def cycle(self) -> tuple[int, int] | None:
+        """Return (period, offset) if a round runs exactly when n % period == offset and n ≥ 1; None otherwise."""
 
     @property
     def uses_drift(self) -> bool:

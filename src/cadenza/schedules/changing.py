@@ -41,6 +41,10 @@ class Changing:
         return self.minimum
 
     @property
+    def cycle(self) -> None:
+        return None
+
+    @property
     def uses_drift(self) -> bool:
         return False
 

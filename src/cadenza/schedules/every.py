@@ -35,6 +35,10 @@ class Every:
         return self.period
 
     @property
+    def cycle(self) -> tuple[int, int]:
+        return self.period, self.offset
+
+    @property
     def uses_drift(self) -> bool:
         return False
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
 
-from cadenza.schedules.base import Schedule, first_turn
+from cadenza.schedules.base import Schedule
 from cadenza.schedules.every import Every
 
-__all__ = ["largest_due", "smallest_gap", "staggered_levels"]
+__all__ = ["gap_after", "largest_due", "smallest_gap", "staggered_levels"]
 
 
 def largest_due(flags: Sequence[bool]) -> int | None:
@@ -32,8 +31,20 @@ def smallest_gap(schedules: Sequence[Schedule]) -> int:
     """
     if not schedules:
         raise ValueError("smallest_gap() needs the schedule of at least one level; got none.")
-    pairs = (_gap_between(one, other) for one, other in combinations(schedules, 2))
-    return min([schedule.shortest_gap for schedule in schedules] + list(pairs))
+    return min(gap_after(schedules, level) for level in range(len(schedules)))
+
+
+def gap_after(schedules: Sequence[Schedule], level: int) -> int:
+    """Return a lower bound of the steps from a round of one level to the next one of any level of the fragment.
+
+    >>> from cadenza.schedules import Every
+    >>> levels = [Every(8), Every(8, offset=2)]
+    >>> gap_after(levels, 0), gap_after(levels, 1)
+    (2, 6)
+    """
+    own = schedules[level]
+    others = [other for position, other in enumerate(schedules) if position != level]
+    return min([own.shortest_gap, *(_gap_between(own, other) for other in others)])
 
 
 def staggered_levels(schedules: Sequence[Schedule], index: int, count: int) -> tuple[Schedule, ...]:
@@ -48,20 +59,26 @@ def staggered_levels(schedules: Sequence[Schedule], index: int, count: int) -> t
     """
     turns: list[Schedule] = []
     for schedule in schedules:
-        inner = turns[-1] if turns else None
         turn = schedule.staggered(index, count)
-        if isinstance(turn, Every) and isinstance(inner, Every) and turn.period % inner.period == 0:
-            # The latest step up to its turn at which the inner level is due: the longer period's first turn is no less.
-            late = (first_turn(index, count, turn.period) - inner.offset) % inner.period
-            turn = Every(turn.period, (turn.offset - late) % turn.period)
-        turns.append(turn)
+        turns.append(_on_inner_rounds(turn, turns[-1]) if turns else turn)
     return tuple(turns)
 
 
+def _on_inner_rounds(turn: Schedule, inner: Schedule) -> Schedule:
+    """Move an outer level's rounds to the latest steps before them at which the inner level is due."""
+    if turn.cycle is None or inner.cycle is None:
+        return turn
+    (period, offset), (inner_period, inner_offset) = turn.cycle, inner.cycle
+    late = (offset - inner_offset) % inner_period
+    if period % inner_period or not late:
+        return turn
+    # A schedule with a cycle is due exactly when its cycle says, so that `Every` can stand for any of them.
+    return Every(period, (offset - late) % period)
+
+
 def _gap_between(one: Schedule, other: Schedule) -> int:
-    """Return a lower bound of the steps from a round of one level to a later or earlier one of another."""
-    if not isinstance(one, Every) or not isinstance(other, Every):
+    """Return a lower bound of the steps from a round of one level to a later one of another."""
+    if one.cycle is None or other.cycle is None:
         return 1
-    common = math.gcd(one.period, other.period)
-    apart = (one.offset - other.offset) % common
-    return min(apart, common - apart) if apart else common
+    common = math.gcd(one.cycle[0], other.cycle[0])
+    return (other.cycle[1] - one.cycle[1]) % common or common

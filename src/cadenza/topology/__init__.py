@@ -8,8 +8,9 @@ to ask every rank where it runs.
 [((0, 1), (2, 3)), ((0, 1, 2, 3),)]
 """
 
+from cadenza.topology.base import RoundTopology
 from cadenza.topology.hosts import host_name, hosts_of
 from cadenza.topology.level import Level
 from cadenza.topology.topology import Topology, check_nesting
 
-__all__ = ["Level", "Topology", "check_nesting", "host_name", "hosts_of"]
+__all__ = ["Level", "RoundTopology", "Topology", "check_nesting", "host_name", "hosts_of"]

@@ -48,7 +48,8 @@ CODECS = tuple(_CODECS)
 _FEEDBACK = "+feedback"
 
 # Choices of a Strategy that a table of TOML can hold; levels and fragments are the preset's business.
-_CHOICES = tuple(f.name for f in fields(Strategy) if f.name not in ("levels", "fragments", "balanced", "faults"))
+_NOT_IN_TOML = ("levels", "fragments", "balanced", "faults", "average_gradients")
+_CHOICES = tuple(f.name for f in fields(Strategy) if f.name not in _NOT_IN_TOML)
 
 
 def nearest(given: str, allowed: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ SAMPLES: list[Any] = [
     cadenza.changing({1: 4, 100: 8}),
     cadenza.changing(lambda n: 4 + n // 100, minimum=4),
     cadenza.adaptive(16, target_drift=0.1, minimum=4, maximum=64),
+    cadenza.schedules.moments(exp_avg=4),
     cadenza.topology.Level(((0, 1), (2, 3))),
     cadenza.Topology.from_sizes([2, 4], ranks=range(4)),
     cadenza.whole(),

@@ -18,7 +18,9 @@ from cadenza.schedules import (
     adaptive,
     changing,
     every,
+    gap_after,
     largest_due,
+    moments,
     smallest_gap,
     staggered_levels,
 )
@@ -249,8 +251,8 @@ def test_adaptive_refuses_a_drift_that_is_no_number() -> None:
 
 
 SCHEDULES = Path(cadenza.schedules.__file__).parent
-COMMON = [SCHEDULES.parent / "common" / f"{name}.py" for name in ("__init__", "checks", "milestones")]
-OWN = ("cadenza.schedules.", "cadenza.common.checks", "cadenza.common.milestones")
+COMMON = [SCHEDULES.parent / "common" / f"{name}.py" for name in ("__init__", "checks", "milestones", "protocols")]
+OWN = ("cadenza.schedules.", *(f"cadenza.common.{name}" for name in ("checks", "milestones", "protocols")))
 
 
 @pytest.mark.parametrize("file", [*SCHEDULES.glob("*.py"), *COMMON], ids=lambda file: f"{file.parent.name}.{file.stem}")
@@ -260,3 +262,29 @@ def test_schedules_import_nothing_but_the_standard_library(file: Path) -> None:
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     foreign = {name for name in imported if not name.startswith(OWN)}
     assert not {name for name in foreign if name.split(".")[0] in ("torch", "numpy", "cadenza")}
+
+
+def test_only_a_fixed_period_has_a_cycle() -> None:
+    assert every(8).cycle == (8, 0)
+    assert every(8).staggered(0, 4).cycle == (8, 2)
+    assert changing({1: 8}).cycle is None
+    assert adaptive(8, target_drift=0.1, minimum=4, maximum=16).cycle is None
+
+
+def test_the_gap_after_a_level_looks_forward_only() -> None:
+    levels = [Every(12), Every(12, offset=1), Every(12, offset=4)]
+    assert [gap_after(levels, level) for level in range(3)] == [1, 3, 8]
+    assert smallest_gap(levels) == 1
+    assert gap_after([every(4), changing({1: 8})], 0) == 1
+
+
+def test_moments_have_periods_of_their_own() -> None:
+    periods = moments(exp_avg_sq=every(6), exp_avg=np.int64(2))
+    assert [periods.due(n) for n in (0, 1, 2, 6)] == [(), (), ("exp_avg",), ("exp_avg", "exp_avg_sq")]
+    assert hash(periods) == hash(moments(exp_avg=2, exp_avg_sq=6))
+
+
+@pytest.mark.parametrize("given", [{}, {"exp_avg": 0}, {"exp_avg": changing({1: 4})}], ids=str)
+def test_moments_that_cannot_be_are_refused(given: dict[str, int | Schedule]) -> None:
+    with pytest.raises(ValueError, match=r"at least"):
+        moments(**given)

@@ -37,7 +37,7 @@ WRONG = [
     ({"strategy.codec": "int9"}, ['strategy.codec = "int9"', 'Did you mean "int8"?', "Allowed: fp32, bf16"]),
     ({"strategy.codec": "fp32+feedback"}, ["fp32+feedback", "loses nothing"]),
     ({"strategy.codec": 8}, ["strategy.codec = 8", "string"]),
-    ({"strategy.delay": 20}, ["delay = 20", "below 16"]),
+    ({"strategy.delay": 20}, ["delay = 20", "at most 16"]),
     ({"strategy.outer_lr": float("nan")}, ["outer_lr = nan", "number above 0"]),
     ({"strategy.balanced": True}, ["strategy.balanced", "loop of your own"]),
     ({"strategy.name": "post_local_sgd"}, ["strategy.warmup_steps is missing", "warmup_steps = 100"]),
