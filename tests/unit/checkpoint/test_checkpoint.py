@@ -309,11 +309,12 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         Job().load(tmp_path / "nowhere")
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_format_is_refused(tmp_path: Path, number: int) -> None:
     job = Job()
     state = job.sync.state_dict()
-    meta = json.loads(str(state["shared/meta"])) | {"format": 2, "version": "9.0"}
-    with pytest.raises(CheckpointError, match=r"format 2, written by Cadenza 9.0; this is Cadenza"):
+    meta = json.loads(str(state["shared/meta"])) | {"format": number, "version": "9.0"}
+    with pytest.raises(CheckpointError, match=rf"format {number}, written by Cadenza 9.0; this is Cadenza"):
         job.sync.load_state_dict({**state, "shared/meta": json.dumps(meta)})
 
 
