@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters as torch_average
 
 from cadenza.engine.header import Header
-from cadenza.engine.in_place_mean import run_round
+from cadenza.engine.in_place_mean import average_in_place
 from cadenza.engine.packing import Fragment
 from cadenza.model_averaging.utils import average_parameters
 from cadenza.transports import C10dTransport, connect
@@ -66,7 +66,7 @@ def contenders(parameters: list[torch.nn.Parameter]) -> dict[str, Callable[[], o
 
     return {
         "cadenza": lambda: average_parameters(iter(parameters), world),
-        "cadenza-c10d": lambda: run_round(Fragment(parameters), direct),
+        "cadenza-c10d": lambda: average_in_place(Fragment(parameters), direct),
         "torch": lambda: torch_average(iter(parameters), world),
         "all-reduce": lambda: dist.all_reduce(flat),
         "a-parameter": each_alone,

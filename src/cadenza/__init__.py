@@ -5,7 +5,8 @@ The drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenz
 """
 
 from cadenza import codecs, observers, outer, weighting
-from cadenza.engine.synchronizer import Synchronizer, attach
+from cadenza.engine.attach import attach
+from cadenza.engine.synchronizer import Synchronizer
 from cadenza.faults import raise_error, shrink, skip_round
 from cadenza.fragments import by_bytes, by_layers, whole
 from cadenza.outer import nesterov

@@ -18,6 +18,7 @@
     ├── UsageError              bad input by the person at the command line  (also a ValueError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
         ├── RoundAbortedError   they are as they were, on every rank
+        │   └── ContributionRefusedError  because a worker's contribution would have done harm
         └── MixedParametersError  some hold the mean and some their local values
 
 Every class also derives from the built-in exception that fits it, so code that catches ``ValueError``,
@@ -27,9 +28,14 @@ Every class also derives from the built-in exception that fits it, so code that 
 True
 """
 
+from collections.abc import Collection
+
+from cadenza.common.wording import name_workers
+
 __all__ = [
     "CadenzaError",
     "CheckpointError",
+    "ContributionRefusedError",
     "DisagreementError",
     "MixedParametersError",
     "NobodyLeftError",
@@ -110,6 +116,14 @@ class RoundError(CadenzaError, RuntimeError):
 
 class RoundAbortedError(RoundError):
     """The round failed and changed nothing: the parameters are as they were."""
+
+
+class ContributionRefusedError(RoundAbortedError):
+    """A round was given up because contributions were not finite, or far larger than the others'; names the workers."""
+
+    def __init__(self, workers: Collection[int]) -> None:
+        super().__init__(f"the contribution of {name_workers(workers)} is not finite, or far larger than the others'")
+        self.workers = tuple(workers)
 
 
 class MixedParametersError(RoundError):

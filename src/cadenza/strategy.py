@@ -221,6 +221,18 @@ class Strategy:
         own = self.levels[level].delay
         return self.delay if own is None else own
 
+    def restarts(self, level: int) -> bool:
+        """Say whether parameters go back to the anchor at a launch, and the outer step is taken at the landing.
+
+        It is so where a round lands when the next one is launched: no progress may be lost between the two.
+
+        >>> import cadenza
+        >>> cadenza.diloco(period=8, delay=8).restarts(0), cadenza.diloco(period=8, delay=7).restarts(0)
+        (True, False)
+        """
+        delay = self.delay_of(level)
+        return delay > 0 and not self.levels[level].outer.plain and delay == gap_after(self._schedules, level)
+
     def schedules_of(self, fragment: int, count: int) -> tuple[Schedule, ...]:
         """Return the schedules of one fragment of `count`, from the innermost level; refuse what cannot take turns.
 
@@ -259,6 +271,11 @@ class Strategy:
             raise ValueError(
                 'weight is "uniform", "samples", a function without arguments or a piece of cadenza.weighting; got '
                 f"{self.weight!r}."
+            )
+        if self.alpha and any(self.restarts(level) for level in range(len(self.levels))):
+            raise ValueError(
+                "alpha mixes the local value with a result that lands late, but a delay as long as the period keeps "
+                "all local progress by itself. Leave alpha at 0, or choose a shorter delay."
             )
         if self.alpha and all(level.outer.plain for level in self.levels):
             raise ValueError(

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from cadenza import codecs
 from cadenza.codecs import Codec
-from cadenza.engine.exchange import Residual, Stage, exchange_mean, exchange_staged, stage_part
+from cadenza.engine.exchange import Residual, exchange_mean
+from cadenza.engine.staged_exchange import exchange_staged, stage_part
+from cadenza.participants.level_group import Stage
 from cadenza.transports import C10dTransport, Transport, connect
 from cadenza.transports.shared_memory import SharedMemoryTransport
 from support.algorithms import EncodedMean, mean, row_of

@@ -23,7 +23,7 @@ Plan = dict[int, dict[int, Callable[[Any], None]]]
 
 def poison(sync: Any) -> None:
     with torch.no_grad():
-        next(iter(sync._view.parameters().values())).fill_(float("nan"))
+        next(iter(sync.replica.view.parameters().values())).fill_(float("nan"))
 
 
 def plan(seed: int) -> tuple[Plan, list[int]]:

@@ -123,7 +123,7 @@ def test_a_worker_that_hangs_is_left_out_and_comes_back_with_its_work(ranks: Ran
 def poisoned(port: int, how: str, policy: str) -> dict[str, Any]:
     def poison(sync: Any) -> None:
         with torch.no_grad():
-            for parameter in sync._view.model.parameters():
+            for parameter in sync.replica.view.model.parameters():
                 parameter.mul_(float("nan") if how == "nan" else 1e4)
 
     faults = cadenza.shrink(poison=policy, **QUICK)  # type: ignore[arg-type]

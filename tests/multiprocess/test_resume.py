@@ -147,7 +147,7 @@ def resume(
         if step in stops:
             dist.barrier()
             saved[step] = keep(run, folder / str(step))
-            landing[step] = [flight.land_at for flight in run.sync._flights.values()]
+            landing[step] = [flight.land_at for flight in run.sync.replica.state.pending.values()]
 
     run = Run(name, case, inner)
     found = _differences("saving", [*run.go(STEPS, after=save), run.end()], expected)
@@ -158,7 +158,7 @@ def resume(
         anew = Run(name, case, inner)
         anew.go(1)  # whatever is there already is replaced
         saved[stop](anew)
-        if [flight.land_at for flight in anew.sync._flights.values()] != landing[stop]:
+        if [flight.land_at for flight in anew.sync.replica.state.pending.values()] != landing[stop]:
             found.append(f"resumed at {stop}: other rounds are in flight")
         found += _differences(f"resumed at {stop}", [*anew.go(STEPS), anew.end()], expected[stop:])
     return found
@@ -654,16 +654,16 @@ def resume_balanced(folder: Path) -> tuple[Any, ...]:
 
     run = build()
     run.go(4)
-    run.sync._balance.quota = 3 + 2 * rank
-    run.go(4 + run.sync._balance.quota)
+    run.sync.replica.state.balance.quota = 3 + 2 * rank
+    run.go(4 + run.sync.replica.state.balance.quota)
     checkpoint.save(folder, **run.parts())
     dist.barrier()
     anew = build()
     checkpoint.load(folder, **anew.parts())
     return (
         anew.sync.clock,
-        anew.sync._balance.periods,
-        anew.sync._balance.quota == run.sync._balance.quota,
+        anew.sync.replica.state.balance.periods,
+        anew.sync.replica.state.balance.quota == run.sync.replica.state.balance.quota,
         _differences("resumed", [anew.values()], [run.values()]),
     )
 

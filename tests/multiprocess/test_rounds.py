@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cadenza.engine.in_place_mean import average, run_round
+from cadenza.engine.in_place_mean import average, average_in_place
 from cadenza.engine.packing import Fragment
 from cadenza.participants.vote import Vote
 from cadenza.transports import Transport, connect
@@ -240,7 +240,7 @@ def differently_strided(atomic: bool) -> list[list[float]]:
         if dist.get_rank() == DOOMED:  # every second column of a larger tensor
             values = torch.zeros(*shape[:-1], shape[-1] * 2)[..., ::2].copy_(values)
         tensors.append(values)
-    run_round(Fragment(tensors), transport, atomic=atomic)
+    average_in_place(Fragment(tensors), transport, atomic=atomic)
     return [tensor.flatten().tolist() for tensor in tensors]
 
 
@@ -383,7 +383,7 @@ def fail(phase: Phase | str, bucket: int, fault: str, atomic: bool) -> Seen:
             fail_after_the_vote(act)
         else:
             transport = FaultyTransport(transport, fail_at=phase, bucket=bucket, fault=act)  # type: ignore[arg-type]
-    told = attempt(run_round, Fragment(parameters), transport, step=12, atomic=atomic)
+    told = attempt(average_in_place, Fragment(parameters), transport, step=12, atomic=atomic)
     holds = what_buckets_hold(parameters)
     again = attempt(average, Fragment(parameters), world(), step=13)
     seen = Seen(told, holds, again, what_buckets_hold(parameters))
@@ -562,7 +562,7 @@ def never_come(atomic: bool) -> Seen | None:
         dist.destroy_process_group()
         return None
     parameters = model(dist.get_rank())
-    told = outcome(run_round, Fragment(parameters), transport, step=12, atomic=atomic)
+    told = outcome(average_in_place, Fragment(parameters), transport, step=12, atomic=atomic)
     holds = what_buckets_hold(parameters)
     again = outcome(average, Fragment(parameters), world(), step=13)
     return Seen(told, holds, again, what_buckets_hold(parameters))
@@ -586,7 +586,7 @@ def succeed(atomic: bool) -> list[str]:
     for step in range(3):
         parameters = model(dist.get_rank())
         places = [(p.data_ptr(), p.stride()) for p in parameters]
-        run_round(Fragment(parameters), transport, step=step, atomic=atomic)
+        average_in_place(Fragment(parameters), transport, step=step, atomic=atomic)
         assert [(p.data_ptr(), p.stride()) for p in parameters] == places
         seen.append(what_buckets_hold(parameters))
     return seen

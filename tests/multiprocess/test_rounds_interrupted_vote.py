@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cadenza.engine.in_place_mean import run_round
+from cadenza.engine.in_place_mean import average_in_place
 from cadenza.engine.packing import Fragment
 from cadenza.transports import connect
 from support.ranks import RankPool
@@ -62,7 +62,7 @@ def vote_and_be_interrupted() -> tuple[str, float]:
         odd = type("Late", (kind,), {"store": property(lambda self: LateStore(store))})
     transport.__class__ = odd
     try:
-        run_round(Fragment([values]), transport, atomic=True)
+        average_in_place(Fragment([values]), transport, atomic=True)
     except KeyboardInterrupt:
         return "interrupted", values[0].item()
     return "fine", values[0].item()

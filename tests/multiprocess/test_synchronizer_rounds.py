@@ -324,7 +324,7 @@ def balanced_with(options: dict[str, Any]) -> Any:
     reports: list[RoundReport] = []
     sync = cadenza.attach(model, inner, cadenza.diloco(4, balanced=True, **options), observers=[reports.append])
     averages = []
-    while len(reports) < 3 * len(sync._fragments()):
+    while len(reports) < 3 * len(sync.replica.fragments()):
         time.sleep([0.03, 0.003][dist.get_rank()])
         had = len(reports)
         inner.zero_grad()
@@ -382,7 +382,7 @@ def several_in_flight() -> int:
         CASES["mlp"].backward(model, dist.get_rank(), n)
         inner.step()
         sync.step()
-        most = max(most, len(sync._flights))
+        most = max(most, len(sync.replica.state.pending))
     sync.finish()
     return most
 

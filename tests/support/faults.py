@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import cadenza
-from cadenza.engine.pending import Flight
-from cadenza.participants import roster as meetings
+from cadenza.engine.pending import PendingRound
+from cadenza.participants.assembly import Assembly
 from cadenza.participants.membership import Membership
 from cadenza.participants.vote import Vote
 from cadenza.reports import RoundReport
@@ -84,10 +84,10 @@ def train(
         for step in sorted(step for step in pending if step <= sync.clock + 1):  # who catches up jumps over steps
             pending.pop(step)(sync)
         time.sleep(step_s)
-        kept, chain, count = everything_of(sync), sync._company._chain, len(told)
+        kept, chain, count = everything_of(sync), sync.replica.participants.history, len(told)
         sync.step(samples=16)
         # With a delay another fragment's round may be on its way; and who has caught up with the others has changed.
-        if not strategy.delay and chain == sync._company._chain:
+        if not strategy.delay and chain == sync.replica.participants.history:
             check_untouched(kept, sync, told[count:])
     sync.finish()
     return {
@@ -107,7 +107,7 @@ def train(
 def everything_of(sync: cadenza.Synchronizer) -> dict[str, torch.Tensor]:
     """Copies of all that a failed round must leave alone: parameters, anchors, outer state, residuals."""
     kept = {key: value for key, value in sync.state_dict().items() if isinstance(value, torch.Tensor)}
-    return kept | {f"model/{name}": value.detach().clone() for name, value in sync._view.everything().items()}
+    return kept | {f"model/{name}": value.detach().clone() for name, value in sync.replica.view.everything().items()}
 
 
 def check_untouched(kept: dict[str, torch.Tensor], sync: cadenza.Synchronizer, told: list[RoundReport]) -> None:
@@ -149,17 +149,17 @@ def arm(phase: str) -> Callable[[Any], None]:
     """Let this process die when the next round comes to a phase."""
 
     def armed(sync: Any) -> None:
-        level = sync._levels[0]
+        level = sync.replica.participants.levels[0]
         if phase in ("exchange", "pack", "launch", "combine", "land"):
             level.transport = FaultyTransport(level.transport, fail_at=phase, fault=kill)  # type: ignore[arg-type]
         elif phase == "signed":
-            mock.patch.object(meetings, "_sign", after(meetings._sign)).start()
+            mock.patch.object(Assembly, "sign", after(Assembly.sign)).start()
         elif phase == "wire to vote":
             mock.patch.object(Vote, "ready", before).start()
         elif phase == "voting":
             mock.patch.object(Vote, "_verdict", after(lambda vote, _: vote._store.add(vote._ready_key, 1))).start()
         elif phase == "landing":
-            mock.patch.object(Flight, "write", before).start()
+            mock.patch.object(PendingRound, "write", before).start()
         else:
             raise ValueError(phase)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+_SEEDED = threading.Lock()  # torch's global random numbers are shared by workers that are threads
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class Case:
 
     def model(self, rank: int) -> nn.Module:
         """The model of a rank; ranks start from different values, so that an averaging is never a no-op."""
-        torch.manual_seed(11)
-        model = self.build()
+        with _SEEDED:
+            torch.manual_seed(11)
+            model = self.build()
         generator = torch.Generator().manual_seed(100 + rank)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -12,6 +12,7 @@ from torch import nn
 
 import cadenza
 from cadenza import RoundReport, Strategy, Synchronizer
+from cadenza.transports.c10d_group import group_of
 from support.algorithms import flat
 from support.models import CASES
 
@@ -63,7 +64,7 @@ def train(
 ) -> Trace:
     """Train one of the small models on this rank's own data."""
     trace = Trace()
-    rank = dist.get_rank()
+    rank = group_of(None).rank  # of this process, or of this thread
     model = CASES[case].model(rank)
     inner = optimizer(model)
     sync = cadenza.attach(model, inner, strategy, observers=[trace.reports.append], **options)

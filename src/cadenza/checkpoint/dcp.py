@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop
-from cadenza.engine.run_state import Place, State, collect, place_of, prepare
+from cadenza.engine.place import Place
+from cadenza.engine.saving import State, collect
 from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
 
@@ -52,8 +53,8 @@ def dcp_state(
     The tensors are those in use, not copies: write them before training goes on. There is an example at the top of
     this module.
     """
-    state = collect(sync)
-    return state | collect_loop(place_of(sync).worker_root, model, optimizers_of(optimizer), extra)
+    state = collect(sync.replica)
+    return state | collect_loop(sync.replica.place().worker_root, model, optimizers_of(optimizer), extra)
 
 
 def dcp_template(folder: str | Path, sync: Synchronizer) -> State:
@@ -65,7 +66,7 @@ def dcp_template(folder: str | Path, sync: Synchronizer) -> State:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     kinds = FileSystemReader(folder).read_metadata().state_dict_metadata
-    wanted = _wanted(list(kinds), place_of(sync), str(folder))
+    wanted = _wanted(list(kinds), sync.replica.place(), str(folder))
     return {
         key: torch.empty(kind.size, dtype=kind.properties.dtype) if isinstance(kind, TensorStorageMetadata) else ""
         for key, kind in kinds.items()
@@ -101,7 +102,7 @@ def load_dcp_state(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> dict[str, Any] | None:
     """Go on from what `torch.distributed.checkpoint.load` read; returns the `extra` that the worker had saved."""
-    restoration = prepare(sync, state)
+    restoration = sync.prepare_to_load(state)
     loop = prepare_loop(state, restoration, model, optimizers_of(optimizer))
     loop.apply()
     restoration.apply()

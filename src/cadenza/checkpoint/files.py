@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cadenza.engine.run_state import State
+from cadenza.engine.saving import State
 from cadenza.errors import CheckpointError
 
 __all__ = ["Manifest", "read_manifest", "read_state", "verify", "write_state"]

@@ -16,7 +16,8 @@ import torch
 from cadenza.checkpoint.files import Manifest, read_manifest, read_state, write_state
 from cadenza.checkpoint.files import verify as verify_file
 from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop
-from cadenza.engine.run_state import FORMAT, State, collect, fingerprint, place_of, prepare
+from cadenza.common.checksums import fingerprint
+from cadenza.engine.saving import FORMAT, State, collect
 from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
 
@@ -58,8 +59,8 @@ def save(
     >>> dist.destroy_process_group()
     """
     folder = Path(folder)
-    state = collect(sync)
-    place = place_of(sync)
+    state = collect(sync.replica)
+    place = sync.replica.place()
     state |= collect_loop(place.worker_root, model, optimizers_of(optimizer), extra)
     mark = fingerprint(state, place.shared_root)
     _refuse_overwriting(folder, mark)
@@ -117,7 +118,7 @@ def load(
     """
     folder = Path(folder)
     files = _files(folder)
-    place = place_of(sync)
+    place = sync.replica.place()
     shared = _shared_file(place.shard, place.shards)
     if shared not in files:
         raise CheckpointError(
@@ -133,7 +134,7 @@ def load(
     state: State = {}
     for name in read:
         state |= read_state(folder / name, leave=None if name in (shared, mine) else belongs_to_loop)
-    restoration = prepare(sync, state)
+    restoration = sync.prepare_to_load(state)
     loop = prepare_loop(state, restoration, model, optimizers_of(optimizer))
     loop.apply()
     restoration.apply()

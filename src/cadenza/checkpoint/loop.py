@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.engine.run_state import Restoration, State, read_json
+from cadenza.engine.loading import Restoration, read_json
+from cadenza.engine.saving import State
 from cadenza.errors import CheckpointError
 
 __all__ = [

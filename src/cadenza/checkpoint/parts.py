@@ -17,7 +17,8 @@ import torch
 
 from cadenza.checkpoint.files import Manifest, read_manifest, read_state, verify, write_state
 from cadenza.checkpoint.loop import collect_loop, prepare_loop, read_loop
-from cadenza.engine.run_state import FORMAT, collect, fingerprint, place_of, prepare
+from cadenza.common.checksums import fingerprint
+from cadenza.engine.saving import FORMAT, collect
 from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
 
@@ -37,8 +38,8 @@ def save_part(
     extra: Mapping[str, Any],
 ) -> int:
     """Write a worker's part of a checkpoint and, if it leads, what all share; return the bytes of its part."""
-    state = collect(sync)
-    place = place_of(sync)
+    state = collect(sync.replica)
+    place = sync.replica.place()
     state |= collect_loop(place.worker_root, model, optimizers, extra)
     mark = fingerprint(state, place.shared_root)
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,13 +100,12 @@ def load_part(
 ) -> dict[str, Any]:
     """Go on from a checkpoint; return the `extra` of the part that was taken."""
     state = read_state(found.folder / _SHARED) | read_state(found.folder / _file(found.worker))
-    restoration = prepare(sync, state, worker=found.worker)
+    restoration = sync.prepare_to_load(state, worker=found.worker)
     loop = prepare_loop(state, restoration, model, optimizers)
     loop.apply()
     restoration.apply()
     if found.worker != worker:  # another's progress since the last round is its own
-        sync._flights.clear()
-        sync._take_anchors()
+        sync.replica.start_from_anchors()
     return loop.extra or {}
 
 

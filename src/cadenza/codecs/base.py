@@ -89,5 +89,12 @@ class ShapedCodec(Codec, Protocol):
     """
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
-        """Return the codec of one flat run that is made of tensors of these shapes."""
+        """Return the codec of one flat run that is made of tensors of these shapes; it has `split`."""
+        ...
+
+    def split(self, row_bytes: int) -> Sequence[tuple[int, Codec]]:
+        """Cut the run of a codec that `for_shapes` gave into messages of at most so many bytes.
+
+        Returns how many values each message has, in order, and the codec that writes it.
+        """
         ...

@@ -71,6 +71,9 @@ class ErrorFeedback:
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
         return ErrorFeedback(_shaped(self.codec).for_shapes(shapes), self.feedback)
 
+    def split(self, row_bytes: int) -> Sequence[tuple[int, Codec]]:
+        return _shaped(self.codec).split(row_bytes)
+
     def encoded_bytes(self, numel: int) -> int:
         return self.codec.encoded_bytes(numel)
 

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.common.process_groups import resolve
-from cadenza.engine.warm_up import average_bucket
+from cadenza.engine.ddp import average_bucket
 from cadenza.errors import UnsupportedModelError
 from cadenza.topology import Topology
 

@@ -11,20 +11,18 @@ commits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cadenza.codecs import Codec
+from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, sparse_messages
 from cadenza.transports import Lane, Transport
 
-_MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
-_LEAST = 1 << 16  # values in a message: shorter ones take longer to begin than to travel
-_MESSAGES = 8  # of a round, if it is long enough: while one is on the wire, its neighbours are encoded and decoded
 _SAMPLE = 1 << 16  # values of a round by which it is told what encoding loses
 
-__all__ = ["Exchanged", "Residual", "Stage", "exchange_mean", "exchange_staged", "pipeline", "stage_part"]
+__all__ = ["Exchanged", "Residual", "exchange_mean"]
 
 
 @dataclass
@@ -68,7 +66,7 @@ class Residual:
     @classmethod
     def zeros(cls, values: torch.Tensor, transport: Transport, codec: Codec) -> Residual:
         """Start with nothing lost."""
-        rows = [] if codec.sparse else list(_rows(values, transport, codec))
+        rows = [] if codec.sparse else list(rows_of(values, transport, codec))
         share = torch.zeros(sum(row for _, row in rows), dtype=values.dtype, device=values.device)
         return cls(torch.zeros_like(values), share)
 
@@ -109,111 +107,6 @@ def exchange_mean(
     return done
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The way of an outer level through an inner one: reduce inside, exchange across, gather inside.
-
-    `inside` is the transport of this rank's group at the inner level, `across` that of the ranks that have its position
-    in the other inner groups. So a site of several hosts sends the model once, and not once for each of them.
-    """
-
-    inside: Transport
-    across: Transport
-
-
-def exchange_staged(
-    values: torch.Tensor,
-    stage: Stage,
-    codec: Codec,
-    *,
-    weights: Sequence[float],
-    residual: Residual | None = None,
-) -> Exchanged:
-    """Replace the values by their weighted sum over all groups, in place; `weights` has one for each inside member."""
-    done = Exchanged()
-    if not values.numel():
-        return done
-    part = _reduce_scatter(values, stage.inside, weights, done)
-    across = exchange_mean(part, stage.across, codec, weights=[1.0] * len(stage.across.members), residual=residual)
-    _all_gather(part, values, stage.inside, done)
-    done.add(across)
-    return done
-
-
-def stage_part(values: torch.Tensor, stage: Stage) -> torch.Tensor:
-    """Return memory like the part of the values that this member exchanges across."""
-    return values.new_empty(sum(row for _, row in _plain_rows(values, stage.inside)))
-
-
-def _reduce_scatter(
-    values: torch.Tensor, transport: Transport, weights: Sequence[float], done: Exchanged
-) -> torch.Tensor:
-    """Return this member's part of the weighted sum over the members."""
-    rows = list(_plain_rows(values, transport))
-    part = values.new_empty(sum(row for _, row in rows))
-    parts = part.split([row for _, row in rows])
-    members = len(transport.members)
-
-    def send(item: int, lane: Lane) -> None:
-        start, row = rows[item]
-        outgoing = lane.scatter(row * values.element_size()).view(values.dtype)
-        for member in range(members):
-            outgoing[member].copy_(_padded(values, start + member * row, row, values.dtype))
-        lane.launch_scatter()
-        done.bytes_sent += (members - 1) * row * values.element_size()
-
-    def reduce(item: int, lane: Lane) -> None:
-        received = lane.scattered().view(values.dtype)
-        torch.mul(received[0], weights[0], out=parts[item])
-        for member in range(1, members):
-            parts[item].add_(received[member], alpha=weights[member])
-
-    pipeline(_in_turn(len(rows), transport, values.device), send, reduce)
-    transport.exchange(b"\0")()  # nobody packs anew before all have used what they got
-    return part
-
-
-def _all_gather(part: torch.Tensor, values: torch.Tensor, transport: Transport, done: Exchanged) -> None:
-    """Give every member the parts of all."""
-    rows = list(_plain_rows(values, transport))
-    parts = part.split([row for _, row in rows])
-    members = len(transport.members)
-
-    def send(item: int, lane: Lane) -> None:
-        _, row = rows[item]
-        lane.gather(row * values.element_size()).view(values.dtype).copy_(parts[item])
-        lane.launch_gather()
-        done.bytes_sent += (members - 1) * row * values.element_size()
-
-    def receive(item: int, lane: Lane) -> None:
-        start, row = rows[item]
-        for member, received in enumerate(lane.gathered().view(values.dtype)):
-            _put(values, start + member * row, received)
-
-    pipeline(_in_turn(len(rows), transport, values.device), send, receive)
-
-
-def _plain_rows(values: torch.Tensor, transport: Transport) -> Iterator[tuple[int, int]]:
-    """Cut values that travel as they are into rounds of one row for each member."""
-    longest = transport.row_bytes(values.device) // values.element_size()
-    return _cut(values.numel(), len(transport.members), longest, 16)
-
-
-def pipeline(lanes: Sequence[Lane], *stages: Callable[[int, Lane], None]) -> None:
-    """Take one item for each lane through the stages: while one is on the wire, its neighbours are worked on."""
-    count = len(lanes)
-    for tick in range(count + len(stages) - 1):
-        for delay, stage in enumerate(stages):
-            if 0 <= (item := tick - delay) < count:
-                stage(item, lanes[item])
-
-
-def _in_turn(count: int, transport: Transport, device: torch.device) -> list[Lane]:
-    """Return a lane for each of so many items: the transport's own, round and round."""
-    lanes = transport.lanes(device)
-    return [lanes[item % len(lanes)] for item in range(count)]
-
-
 def _exchange_exact(values: torch.Tensor, transport: Transport, weight: float, done: Exchanged) -> None:
     members = len(transport.members)
     done.encoded_bytes = done.raw_bytes
@@ -231,7 +124,7 @@ def _exchange_exact(values: torch.Tensor, transport: Transport, weight: float, d
     def land(item: int, lane: Lane) -> None:
         parts[item].copy_(lane.land())
 
-    pipeline(_in_turn(len(parts), transport, values.device), launch, lambda _, lane: lane.combine(), land)
+    pipeline(in_turn(len(parts), transport, values.device), launch, lambda _, lane: lane.combine(), land)
 
 
 class _Losses:
@@ -266,7 +159,7 @@ class _Encoded(_Way):
 
     def __post_init__(self) -> None:
         values = self.values
-        self._rows = list(_rows(values, self.transport, self.codec))
+        self._rows = list(rows_of(values, self.transport, self.codec))
         self._members = len(self.transport.members)
         self._losses = _Losses(values.device)
         # Fresh memory for every message would cost more time, in page faults, than what is done in it.
@@ -274,7 +167,7 @@ class _Encoded(_Way):
         self._one, self._two = torch.empty(2, longest, dtype=torch.float32, device=values.device)
 
     def run(self) -> None:
-        lanes = _in_turn(len(self._rows), self.transport, self.values.device)
+        lanes = in_turn(len(self._rows), self.transport, self.values.device)
         pipeline(lanes, self._send_shares, self._reduce_share, self._receive)
         self._losses.tell(self.done)
 
@@ -284,14 +177,14 @@ class _Encoded(_Way):
         outgoing = lane.scatter(size)
         for member in range(self._members):
             at = start + member * row
-            values = _padded(self.values, at, row)
+            values = padded(self.values, at, row)
             if self.residual is not None:
-                values = torch.add(values, _padded(self.residual.own, at, row), out=self._one[:row])
+                values = torch.add(values, padded(self.residual.own, at, row), out=self._one[:row])
             self.codec.encode(values, outgoing[member])
             if self.residual is not None:
                 lost = torch.sub(values, self._decoded(outgoing[member], self._two[:row]), out=self._two[:row])
                 self._losses.count(values, lost)
-                _put(self.residual.next_own, at, lost.mul_(self.codec.feedback or 0.0))
+                put(self.residual.next_own, at, lost.mul_(self.codec.feedback or 0.0))
         lane.launch_scatter()
         if self.residual is None and item == len(self._rows) // 2:
             self._sample(start, row)
@@ -300,7 +193,7 @@ class _Encoded(_Way):
 
     def _sample(self, start: int, row: int) -> None:
         """Tell by some values of one message what encoding loses of all."""
-        values = _padded(self.values, start, min(row, _SAMPLE))
+        values = padded(self.values, start, min(row, _SAMPLE))
         data = torch.empty(self.codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self.codec.encode(values, data)
         back = self._decoded(data, self._one[: values.numel()])
@@ -329,7 +222,7 @@ class _Encoded(_Way):
             if place.dtype == torch.float32 and place.numel() == row:
                 self.codec.decode(encoded, place)
             else:
-                _put(self.values, at, self._decoded(encoded, self._one[:row]))
+                put(self.values, at, self._decoded(encoded, self._one[:row]))
 
     def _decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         self.codec.decode(encoded, out)
@@ -341,14 +234,16 @@ class _Sparse(_Way):
     """Gather whole: a union of sparse contributions is summed by everybody, not made sparse again."""
 
     def __post_init__(self) -> None:
-        longest = _longest(self.transport.row_bytes(self.values.device), self.codec)
-        self._parts = self.values.split(longest)
-        self._own = self.residual.own.split(longest) if self.residual else ()
-        self._next_own = self.residual.next_own.split(longest) if self.residual else ()
+        cut = sparse_messages(self.values.numel(), self.codec, self.transport.row_bytes(self.values.device))
+        sizes = [size for size, _ in cut]
+        self._codecs = [codec for _, codec in cut]
+        self._parts = self.values.split(sizes)
+        self._own = self.residual.own.split(sizes) if self.residual else ()
+        self._next_own = self.residual.next_own.split(sizes) if self.residual else ()
         self._losses = _Losses(self.values.device)
 
     def run(self) -> None:
-        lanes = _in_turn(len(self._parts), self.transport, self._parts[0].device)
+        lanes = in_turn(len(self._parts), self.transport, self._parts[0].device)
         pipeline(lanes, self._send, self._receive)
         self._losses.tell(self.done)
 
@@ -356,11 +251,12 @@ class _Sparse(_Way):
         values = self._parts[item].to(torch.float32)
         if self.residual is not None:
             values = values + self._own[item]
-        size = self.codec.encoded_bytes(values.numel())
+        codec = self._codecs[item]
+        size = codec.encoded_bytes(values.numel())
         outgoing = lane.gather(size)
-        self.codec.encode(values, outgoing)
+        codec.encode(values, outgoing)
         kept = torch.empty_like(values)
-        self.codec.decode(outgoing, kept)
+        codec.decode(outgoing, kept)
         lost = torch.sub(values, kept, out=kept)
         self._losses.count(values, lost)
         if self.residual is not None:
@@ -372,47 +268,5 @@ class _Sparse(_Way):
     def _receive(self, item: int, lane: Lane) -> None:
         total = torch.zeros(self._parts[item].numel(), dtype=torch.float32, device=self._parts[item].device)
         for encoded, weight in zip(lane.gathered(), self.weights, strict=True):
-            self.codec.decode_add(encoded, total, weight)
+            self._codecs[item].decode_add(encoded, total, weight)
         self._parts[item].copy_(total)
-
-
-def _rows(values: torch.Tensor, transport: Transport, codec: Codec) -> Iterator[tuple[int, int]]:
-    """Cut the values into rounds of one row for each member: yield where each starts, and how long its rows are."""
-    members = len(transport.members)
-    longest = _longest(transport.row_bytes(values.device), codec)
-    even = -(-max(_LEAST, values.numel() // (members * _MESSAGES)) // codec.block) * codec.block
-    return _cut(values.numel(), members, min(longest, even), codec.block)
-
-
-def _cut(numel: int, members: int, longest: int, block: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    while start < numel:
-        each = -(-(numel - start) // members)
-        row = min(longest, -(-each // block) * block)
-        yield start, row
-        start += members * row
-
-
-def _longest(row_bytes: int, codec: Codec) -> int:
-    """Return the most values, a multiple of the codec's block, whose encoding fits a row and the scratch for it."""
-    blocks = max(1, min(_MOST // codec.block, row_bytes // codec.encoded_bytes(codec.block)))
-    while codec.encoded_bytes(blocks * codec.block) > row_bytes:
-        blocks -= 1
-        if not blocks:
-            raise ValueError(
-                f"One block of {codec.name} takes {codec.encoded_bytes(codec.block)} bytes, more than the {row_bytes} "
-                "that a message between so many members holds; choose a smaller block."
-            )
-    return blocks * codec.block
-
-
-def _padded(values: torch.Tensor, start: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return `size` values in fp32 (or another dtype) from `start` on, zeros where there are none."""
-    part = values[start : start + size].to(dtype)
-    return part if part.numel() == size else torch.nn.functional.pad(part, (0, size - part.numel()))
-
-
-def _put(values: torch.Tensor, start: int, part: torch.Tensor) -> None:
-    """Write a padded part back."""
-    room = max(0, min(part.numel(), values.numel() - start))
-    values[start : start + room].copy_(part[:room])

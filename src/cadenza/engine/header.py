@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cadenza.errors import DisagreementError
 
-__all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement"]
+__all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
 HEADER_BYTES = 64
 _LAYOUT = struct.Struct("<4s????q16sdddI4x")
@@ -39,7 +39,7 @@ class Header:
     norm2: float = 0.0
     speed: float = 0.0
     steps: int = 0
-    poisoned: bool = False
+    faulty: bool = False
 
     @property
     def intent(self) -> tuple[int, bytes, bool, bool]:
@@ -52,7 +52,7 @@ class Header:
             self.able,
             self.atomic,
             self.exhausted,
-            self.poisoned,
+            self.faulty,
             self.step,
             self.digest,
             self.weight,
@@ -63,13 +63,22 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, atomic, exhausted, poisoned, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
+        magic, able, atomic, exhausted, faulty, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, poisoned)
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty)
+
+
+def mark(digest: bytes, level: int, fragment: int) -> bytes:
+    """Return a digest of 16 bytes that also tells rounds of different levels and fragments apart.
+
+    >>> mark(bytes(16), 0, 0) == bytes(16), mark(bytes(16), 0, 1) == bytes(16)
+    (True, False)
+    """
+    return bytes(a ^ b for a, b in zip(digest, struct.pack("<qq", level, fragment), strict=True))
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,26 @@
-"""One round: header, pack, send, agree, land.
+"""The mean of parameters in place: buckets go through the transport's lanes in a pipeline.
 
-`open_round` exchanges headers; nothing is sent before all of them agree. Then there are two ways. `run_round`
-averages parameters in place: buckets go through the transport's lanes in a pipeline, so that while one is on the wire
-the next is packed and the one before is unpacked, and only the lanes are extra memory; an atomic round collects
-everything in a scratch copy and changes the parameters after a vote in which every member took part. `fly` averages
-flat copies, in any codec, while the parameters stay as they are until the caller lands the result.
+While one is on the wire the next is packed and the one before is unpacked, so only the lanes are extra memory. An
+atomic round collects everything in a scratch copy and changes the parameters after a vote in which every member took
+part.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from cadenza.codecs import Codec
-from cadenza.common.norms import distance_squared
-from cadenza.engine.exchange import Exchanged, Residual, Stage, exchange_mean, exchange_staged, pipeline
-from cadenza.engine.header import HEADER_BYTES, Header, Stance, disagreement
+from cadenza.engine.cutting import pipeline
+from cadenza.engine.exchange import Exchanged
+from cadenza.engine.header import HEADER_BYTES, Header
+from cadenza.engine.opening import Scales, abandoning, mean_over, open_round, unsent
 from cadenza.engine.packing import Bucket, Fragment
+from cadenza.engine.round_result import RoundResult
 from cadenza.errors import (
-    CadenzaError,
-    DisagreementError,
     MixedParametersError,
-    NotFiniteError,
     NothingToAverageError,
     RoundAbortedError,
     RoundError,
@@ -38,38 +30,12 @@ from cadenza.errors import (
 from cadenza.participants.vote import Vote
 from cadenza.transports import Lane, Transport, connect
 
-__all__ = [
-    "Passage",
-    "average",
-    "fly",
-    "mean_over",
-    "open_round",
-    "run_round",
-    "shares",
-]
+__all__ = ["average", "average_in_place"]
 
 _NO_GRADIENT = (
     "There is nothing to average: none of the {} given parameters has a gradient. Averaging leaves out parameters "
     "whose grad is None, so call it after backward() and optimizer.step() and before zero_grad()."
 )
-
-
-@dataclass
-class Passage:
-    """What a round was: who took part with which weight, and what it cost."""
-
-    headers: list[Header]
-    weights: list[float]
-    exchanged: Exchanged = field(default_factory=Exchanged)
-    wire_s: float = 0.0
-    spread2: float = 0.0
-    members: tuple[int, ...] = ()
-    position: int = 0
-
-    @property
-    def weightless(self) -> bool:
-        """Whether nobody had anything to add, as when all have run out of data; then all count alike."""
-        return not any(header.weight for header in self.headers)
 
 
 def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atomic: bool = False) -> None:
@@ -78,11 +44,11 @@ def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atom
         try:
             transport = connect(group)
         except TransportError as error:
-            raise _unsent(step, error) from error
-        run_round(fragment, transport, step=step, atomic=atomic)
+            raise unsent(step, error) from error
+        average_in_place(fragment, transport, step=step, atomic=atomic)
 
 
-def run_round(
+def average_in_place(
     fragment: Fragment,
     transport: Transport,
     header: Header | None = None,
@@ -90,19 +56,32 @@ def run_round(
     step: int = 0,
     atomic: bool = False,
     problem: str | None = None,
+    scales: Scales | None = None,
     spread: bool = False,
-) -> Passage:
-    """Average a fragment in place over a transport; `spread` measures how far this member was from the mean."""
+) -> RoundResult:
+    """Average a fragment in place over a transport.
+
+    Args:
+        fragment: What is averaged.
+        transport: With whom.
+        header: What the others are told, if it is more than the step.
+        step: What ranks call the present, compared between them.
+        atomic: Whether all or nothing is changed.
+        problem: What keeps this member from taking part, if something does.
+        scales: What each contribution counts; all alike by default.
+        spread: Whether to measure how far the members were from the mean.
+    """
     fragment.refuse_mesh_overlap(transport.members, transport.members[transport.position])
     header = header or Header(step, fragment.digest, able=True, atomic=atomic)
+    scales = scales or Scales()
     number = transport.next_round()
     if len(transport.members) == 1:
         _check_content(fragment)
         size = _bytes(fragment.buckets(transport.capacity))
-        return Passage([header], [1.0], Exchanged(0, size, size))
+        return _result([header], scales, transport, Exchanged(0, size, size))
     started = time.perf_counter()
     work = _Pipeline(fragment, transport)
-    with _abandoning(transport):
+    with abandoning(transport):
         headers = open_round(
             transport,
             header,
@@ -111,123 +90,25 @@ def run_round(
             meanwhile=work.pack_first,
         )
     _check_content(fragment)
-    passage = Passage(headers, shares(headers))
-    work.scale = passage.weights[transport.position] * len(headers)
-    with _abandoning(transport):
+    result = _result(headers, scales, transport, Exchanged())
+    work.scale = result.weights[transport.position] * len(headers)
+    with abandoning(transport):
         if header.atomic:
             _land_together(work, transport, header.step, number)
         else:
             spread2 = _land_one_by_one(work, header.step, spread)
-            passage.spread2 = mean_over(transport, spread2, passage.weights) if spread else 0.0
+            result.spread2 = mean_over(transport, spread2, result.weights) if spread else 0.0
     size = _bytes(work.buckets)
-    passage.exchanged = Exchanged(2 * (len(headers) - 1) * size // len(headers), size, size)
-    passage.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
-    passage.wire_s = time.perf_counter() - started
-    return passage
+    result.exchanged = Exchanged(2 * (len(headers) - 1) * size // len(headers), size, size)
+    result.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
+    result.wire_s = time.perf_counter() - started
+    return result
 
 
-def fly(
-    values: Sequence[torch.Tensor],
-    transport: Transport,
-    header: Header,
-    codec: Codec,
-    *,
-    problem: str | None,
-    describe: Callable[[], list[str]],
-    residuals: Sequence[Residual] | None = None,
-    stage: Stage | None = None,
-    normalise: bool = False,
-    origins: Sequence[torch.Tensor] | None = None,
-    judge: Callable[[list[Header]], list[Header]] | None = None,
-) -> Passage:
-    """Replace flat values by their weighted mean over the members; nothing but them and the residuals changes.
-
-    Residuals change in place, or, in an atomic round, only when they are committed.
-
-    With `normalise`, contributions are differences over unequal numbers of steps, and are put on an equal footing. With
-    `origins`, copies of the values as they were, the members' mean squared distance from the mean is measured. `judge`
-    may take the weight from contributions that would do harm, on all members alike.
-    """
-    started = time.perf_counter()
-    transport.next_round()
-    alone = len(transport.members) == 1
-    with torch.no_grad(), torch.profiler.record_function("cadenza::fly"), _abandoning(transport):
-        headers = [header] if alone else open_round(transport, header, problem=problem, describe=describe)
-        if alone and problem is not None:
-            raise NotFiniteError(problem)
-        headers = headers if judge is None else judge(headers)
-        passage = Passage(headers, shares(headers, normalise=normalise), members=tuple(transport.members))
-        passage.position = transport.position
-        passage.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
-        try:
-            for i, flat in enumerate(values):
-                residual = residuals[i] if residuals else None
-                if residual is not None:
-                    residual.begin(atomic=header.atomic)
-                if stage is None:
-                    done = exchange_mean(flat, transport, codec, weights=passage.weights, residual=residual)
-                else:
-                    inside = [passage.weights[transport.members.index(rank)] for rank in stage.inside.members]
-                    done = exchange_staged(flat, stage, codec, weights=inside, residual=residual)
-                passage.exchanged.add(done)
-            if origins is not None:
-                distance2 = sum(distance_squared(flat, was) for flat, was in zip(values, origins, strict=True))
-                passage.spread2 = mean_over(transport, distance2, passage.weights)
-        except TransportError as error:
-            raise RoundAbortedError(
-                f"The round at step {header.step} failed on its way; this rank's parameters are as they were, but "
-                f"other ranks may have finished it. Restore all of them from a checkpoint. {error}"
-            ) from error
-    passage.wire_s = time.perf_counter() - started
-    return passage
-
-
-def open_round(
-    transport: Transport,
-    header: Header,
-    *,
-    problem: str | None,
-    describe: Callable[[], list[str]],
-    meanwhile: Callable[[], None] | None = None,
-) -> list[Header]:
-    """Exchange headers, and return them if every member is able and about to send the same.
-
-    Otherwise all members raise the same error. `meanwhile` runs while the headers are under way.
-    """
-    header = Header(**{**header.__dict__, "able": problem is None})
-    try:
-        replies = transport.exchange(header.pack())
-        if meanwhile is not None:
-            meanwhile()
-        headers = [Header.unpack(reply) for reply in replies()]
-        if len({header.intent for header in headers}) == 1 and header.able:
-            return headers
-        raise _disagreement(transport, Stance(header.step, problem, describe(), header.atomic), headers)
-    except TransportError as error:
-        raise _unsent(header.step, error) from error
-
-
-def shares(headers: Sequence[Header], *, normalise: bool = False) -> list[float]:
-    """Return what each member's contribution counts, from the weights and steps in the headers.
-
-    >>> shares([Header(0, b"", True, weight=3.0), Header(0, b"", True, weight=1.0)])
-    [0.75, 0.25]
-    """
-    total = sum(header.weight for header in headers)
-    weights = [header.weight / total if total else 1 / len(headers) for header in headers]
-    if not normalise:
-        return weights
-    typical = sum(weight * header.steps for weight, header in zip(weights, headers, strict=True))
-    return [weight * typical / max(1, header.steps) for weight, header in zip(weights, headers, strict=True)]
-
-
-def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> float:
-    """Return the weighted mean of a number over the members: the same on all of them."""
-    if len(transport.members) == 1:
-        return number
-    theirs = transport.exchange(struct.pack("<d", number))()
-    numbers: list[float] = [struct.unpack("<d", data)[0] for data in theirs]
-    return sum(weight * number for weight, number in zip(weights, numbers, strict=True))
+def _result(headers: list[Header], scales: Scales, transport: Transport, exchanged: Exchanged) -> RoundResult:
+    weighed, weights = scales.weigh(headers, transport.members)
+    members = tuple(transport.members)
+    return RoundResult(headers, weighed, weights, exchanged, members=members, position=transport.position)
 
 
 class _Pipeline:
@@ -289,32 +170,6 @@ def _station(bucket: Bucket, number: int, transport: Transport) -> Lane:
     return lanes[number % len(lanes)]
 
 
-@contextmanager
-def _abandoning(transport: Transport) -> Iterator[None]:
-    """Give the transport up when a round breaks off, whatever the reason: its members are out of step."""
-    try:
-        yield
-    except (DisagreementError, NotFiniteError, UnsupportedTensorError):
-        raise  # found by all members alike, so they are still in step
-    except BaseException:
-        transport.abandon()
-        raise
-
-
-def _disagreement(transport: Transport, stance: Stance, headers: Sequence[Header]) -> CadenzaError:
-    """Collect every member's side and return the error that all of them raise."""
-    mine = stance.pack()
-    sizes = transport.exchange(len(mine).to_bytes(8, "little"))()
-    longest = max(int.from_bytes(size, "little") for size in sizes)
-    replies = transport.exchange(mine.ljust(longest))()
-    stances = dict(zip(transport.members, map(Stance.unpack, replies), strict=True))
-    text = f"{disagreement(stances)} Nothing was sent and no parameter was changed."
-    if not any(stance.problem for stance in stances.values()):
-        return DisagreementError(text)
-    poisoned = any(not math.isfinite(header.norm2) for header in headers)
-    return NotFiniteError(text) if poisoned else UnsupportedTensorError(text)
-
-
 def _check_content(fragment: Fragment) -> None:
     """Refuse an empty round. All members hold the same, so all of them come to the same answer."""
     if fragment.problem is not None:
@@ -372,12 +227,6 @@ def _land_together(work: _Pipeline, transport: Transport, step: int, number: int
     if not committed:
         raise _aborted(step, "Another rank failed, or did not come to the vote in time.")
     land()
-
-
-def _unsent(step: int, error: TransportError) -> RoundAbortedError:
-    return RoundAbortedError(
-        f"The round at step {step} failed before any value was sent; the parameters are as they were. {error}"
-    )
 
 
 def _aborted(step: int, reason: str) -> RoundAbortedError:

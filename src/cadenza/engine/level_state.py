@@ -7,112 +7,84 @@ parameters of the fragment change.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
+from cadenza.codecs import Codec, ShapedCodec
 from cadenza.common.norms import norm_squared
-from cadenza.engine.exchange import Residual, Stage, stage_part
-from cadenza.engine.packing import Bucket, Fragment
+from cadenza.engine.exchange import Residual
+from cadenza.engine.layout import Layout
+from cadenza.engine.staged_exchange import stage_part
+from cadenza.participants.level_group import LevelGroup
 from cadenza.schedules import Schedule
 from cadenza.strategy import LevelPlan
 from cadenza.transports import Transport
+from cadenza.weighting import Weighting
 
-__all__ = ["Layout", "Spare", "Track"]
-
+__all__ = ["LevelState", "OuterInputs"]
 
 _BEFORE = "before/"
-_MOST_SPARE = 64 << 20  # bytes
 
 
-class Layout:
-    """A fragment's parameters as they lie in flat tensors, now."""
+class OuterInputs:
+    """What an outer update may want to see beside the mean difference.
 
-    def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None) -> None:
-        self.names = list(named)
-        self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {self.names[i]}")
-        self.strips, places = self.fragment.strips(home)
-        self.places = {self.names[position]: place for position, place in places.items()}
-
-    def pack(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
-        """Return flat copies of the values, in the memory that is given or in new one."""
-        flats = self.empty() if flats is None else flats
-        for strip, flat in zip(self.strips, flats, strict=True):
-            strip.pack(flat)
-        return flats
-
-    def unpack(self, flats: Sequence[torch.Tensor]) -> None:
-        """Write flat values into the parameters, in place."""
-        for strip, flat in zip(self.strips, flats, strict=True):
-            strip.unpack(flat)
-
-    def pieces(self, *flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield each parameter's own memory together with its part of each of the flat values."""
-        for i, strip in enumerate(self.strips):
-            yield from zip(strip.pieces, *(strip.places_in(values[i]) for values in flats), strict=True)
-
-    def slices(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter's name and its part of the flat values."""
-        for name, (strip, where) in self.places.items():
-            yield name, flats[strip][where]
-
-    def empty(self) -> list[torch.Tensor]:
-        """Return memory for flat values."""
-        return [self._empty(strip) for strip in self.strips]
-
-    def _empty(self, strip: Bucket) -> torch.Tensor:
-        pinned = strip.device.type == "cpu" and any(piece.is_cuda for piece in strip.pieces)
-        return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device, pin_memory=pinned)
-
-
-class Spare:
-    """Memory that rounds no longer need, kept for later ones while it is little: new memory is slow at its first use.
-
-    >>> spare, layout = Spare(), Layout({"weight": torch.zeros(3)}, home=None)
-    >>> [flat] = first = spare.borrow(layout)
-    >>> spare.give_back(first); spare.borrow(layout)[0] is flat
-    True
+    Attributes:
+        inner_lrs: The learning rate of each parameter at the launch.
+        own: The difference that this worker has sent.
+        now: This worker's difference at the landing.
+        anchor_means: The mean of the members' anchors.
+        members: How many have taken part.
     """
 
-    def __init__(self) -> None:
-        self._kept: list[Sequence[torch.Tensor]] = []
-        self._lock = threading.Lock()  # a courier uses it too
+    def __init__(
+        self,
+        inner_lrs: Mapping[str, float],
+        *,
+        members: int,
+        own: Sequence[torch.Tensor] = (),
+        now: Sequence[torch.Tensor] = (),
+        anchor_means: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.inner_lrs = inner_lrs
+        self.members = members
+        self.own, self.now, self.anchor_means = own, now or own, anchor_means
 
-    def borrow(self, layout: Layout) -> Sequence[torch.Tensor]:
-        """Return flat memory for a round: what an earlier one has given back, or new one."""
-        with self._lock:
-            for i, flats in enumerate(self._kept):
-                if len(flats) == len(layout.strips) and all(map(_fits, flats, layout.strips)):
-                    return self._kept.pop(i)
-        return layout.empty()
-
-    def give_back(self, flats: Sequence[torch.Tensor]) -> None:
-        """Keep memory, unless that would be much."""
-        with self._lock:
-            if flats and sum(flat.nbytes for kept in (*self._kept, flats) for flat in kept) <= _MOST_SPARE:
-                self._kept.append(flats)
+    def of(self, strip: int, where: slice = slice(None)) -> dict[str, Any]:
+        """Return the keywords of an update of a part of a strip."""
+        given = {"own": self.own, "now": self.now, "anchor_mean": self.anchor_means}
+        told: dict[str, Any] = {name: flats[strip][where] for name, flats in given.items() if flats}
+        return {**told, "members": self.members} if self.own else told
 
 
-class Track:
+class LevelState:
     """A level's memory of one fragment."""
 
-    def __init__(self, plan: LevelPlan, schedule: Schedule, spare: Spare) -> None:
+    def __init__(self, plan: LevelPlan, schedule: Schedule, weighting: Weighting) -> None:
         self.plan = plan
-        self.spare = spare
         self.schedule = schedule
         self.schedule_state = schedule.start()
+        self.weighting_state = weighting.start()
         self.rounds = 0
         self.anchors: list[torch.Tensor] = []
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None
+        self.codecs: list[Codec] = []
         self._layout: Layout | None = None
 
-    def fit(self, layout: Layout, transport: Transport, stage: Stage | None = None) -> None:
+    # ---- fitting the parameters and the members --------------------------------------------------------------------
+
+    def fit(self, layout: Layout, group: LevelGroup) -> None:
         """Make the memory fit the parameters: new ones start from their values, old ones keep what they had."""
         known = self._layout
         self._layout = layout
-        if not self.plan.anchored or (known is not None and known.places == layout.places):
+        if known is None or known.places != layout.places:
+            self.codecs = [self._codec(layout, strip) for strip in range(len(layout.strips))]
+        elif self.anchors or not self.plan.anchored:
+            return
+        if not self.plan.anchored:
             return
         anchors = list(layout.pack())
         outer_states = [self.plan.outer.init(anchor) for anchor in anchors]
@@ -120,15 +92,21 @@ class Track:
             self._carry_over(known, layout, anchors, outer_states)
         self.anchors, self.outer_states = anchors, outer_states
         if self.plan.codec.feedback is not None:
-            sent = [stage_part(anchor, stage) if stage else anchor for anchor in anchors]
-            via = stage.across if stage else transport
+            sent = [stage_part(anchor, group.stage) if group.stage else anchor for anchor in anchors]
+            via = group.stage.across if group.stage else group.transport
             self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
 
-    def reseat(self, transport: Transport) -> None:
+    def refit(self, transport: Transport) -> None:
         """Cut the residuals of shares anew, for other members; what this worker itself has lost stays known."""
         for i, residual in enumerate(self.residuals or ()):
             fresh = Residual.zeros(self.anchors[i], transport, self.plan.codec)
             residual.share, residual.next_share = fresh.share, fresh.next_share
+
+    def _codec(self, layout: Layout, strip: int) -> Codec:
+        codec = self.plan.codec
+        return cast(ShapedCodec, codec).for_shapes(layout.shapes(strip)) if codec.shaped else codec
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
 
     def count_round(self, n: int, drift: float | None) -> None:
         """Move the schedule on past a round at step `n`; what it was before stays known until the drift is."""
@@ -160,20 +138,42 @@ class Track:
             anchor.sub_(delta)
         self._commit()
 
-    def update(self, deltas: Sequence[torch.Tensor], inner_lrs: Mapping[str, float]) -> None:
+    def update(self, deltas: Sequence[torch.Tensor], inputs: OuterInputs) -> None:
         """Make the new anchor of the mean difference."""
         assert self._layout is not None
-        _clip(deltas, self.plan.outer.clip)
+        outer = self.plan.outer
+        _clip(deltas, outer.clip)
         for i, (anchor, delta) in enumerate(zip(self.anchors, deltas, strict=True)):
-            if not self.plan.outer.needs_inner_lr:
-                self.plan.outer.update(anchor, delta, self.outer_states[i], rounds=self.rounds)
+            if not outer.needs_inner_lr:
+                outer.update(anchor, delta, self.outer_states[i], rounds=self.rounds, **inputs.of(i))
                 continue
             for name, (strip, where) in self._layout.places.items():
                 if strip == i:
                     state = {key: value[where] if value.ndim else value for key, value in self.outer_states[i].items()}
-                    lr = inner_lrs.get(name, 0.0)
-                    self.plan.outer.update(anchor[where], delta[where], state, rounds=self.rounds, inner_lr=lr)
+                    lr = inputs.inner_lrs.get(name, 0.0)
+                    more = inputs.of(i, where)
+                    outer.update(anchor[where], delta[where], state, rounds=self.rounds, inner_lr=lr, **more)
         self._commit()
+
+    def forget_own_losses(self) -> None:
+        """Start with nothing lost by this worker's own encoding."""
+        for residual in self.residuals or ():
+            residual.own.zero_()
+
+    def _commit(self) -> None:
+        for residual in self.residuals or ():
+            residual.commit()
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is remembered besides tensors, as JSON can hold it."""
+        return {"schedule": self.schedule_state, "weighting": self.weighting_state, "rounds": self.rounds}
+
+    def set_facts(self, facts: Mapping[str, Any]) -> None:
+        """Take what `facts` gave."""
+        self.schedule_state, self.weighting_state = dict(facts["schedule"]), dict(facts["weighting"])
+        self.rounds = facts["rounds"]
 
     def shared_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is the same on all members, by key: anchors and outer state."""
@@ -204,10 +204,6 @@ class Track:
             else:
                 tensor.zero_()
 
-    def _commit(self) -> None:
-        for residual in self.residuals or ():
-            residual.commit()
-
     def _named(self, kind: str, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         if self._layout is not None and flats:
             for name, part in self._layout.slices(flats):
@@ -231,10 +227,6 @@ class Track:
                     target[where] = value[old_where]
                 else:
                     target.copy_(value)
-
-
-def _fits(flat: torch.Tensor, strip: Bucket) -> bool:
-    return flat.numel() == strip.numel and flat.dtype == strip.dtype and flat.device == strip.device
 
 
 def _clip(deltas: Sequence[torch.Tensor], limit: float | None) -> None:

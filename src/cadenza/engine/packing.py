@@ -62,16 +62,30 @@ class Bucket:
     pieces: list[torch.Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     numel: int = 0
+    gaps: list[slice] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=list)
 
-    def add(self, piece: torch.Tensor) -> None:
+    def add(self, piece: torch.Tensor, *, align: int = 1) -> int:
+        """Put a piece behind the others, at a multiple of `align` values; return where it starts.
+
+        Pieces shorter than `align` share their place with neighbours that are as short.
+        """
         size = piece.numel()
+        shares = size < align and (not self.sizes or self.sizes[-1] < align)
+        start = self.numel if shares else -(-self.numel // align) * align
+        if start > self.numel:
+            self.gaps.append(slice(self.numel, start))
         self.pieces.append(piece)
         self.sizes.append(size)
-        self.numel += size
+        self._starts.append(start)
+        self.numel = start + size
+        return start
 
     def pack(self, memory: torch.Tensor) -> None:
-        """Copy the values into the first `numel` elements of `memory`."""
-        if self._flat:
+        """Copy the values into the first `numel` elements of `memory`; gaps between them are zeros."""
+        if self.gaps:
+            torch._foreach_zero_([memory[gap] for gap in self.gaps])
+        if self._flat and not self.gaps:
             torch.cat(self.pieces, out=memory[: self.numel])  # for many small pieces half the time of copies
         else:
             torch._foreach_copy_(self.places_in(memory), self.pieces)
@@ -93,9 +107,12 @@ class Bucket:
 
     def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return where each piece lies in `memory`, in its shape."""
-        places = memory[: self.numel].split_with_sizes(self.sizes)
+        if self.gaps:
+            places = [memory[start : start + size] for start, size in zip(self._starts, self.sizes, strict=True)]
+        else:
+            places = list(memory[: self.numel].split_with_sizes(self.sizes))
         if self._flat:
-            return list(places)
+            return places
         return [
             place if piece.ndim == 1 else place.view(piece.shape)
             for place, piece in zip(places, self.pieces, strict=True)
@@ -182,19 +199,21 @@ class Fragment:
                 return self._label(i)
         return None
 
-    def strips(self, home: torch.device | None = None) -> tuple[list[Bucket], dict[int, tuple[int, slice]]]:
+    def strips(
+        self, home: torch.device | None = None, *, align: int = 1
+    ) -> tuple[list[Bucket], dict[int, tuple[int, slice]]]:
         """Return one bucket for each device and precision, of any size, in fp32 or better.
 
-        On a `home` device, memory to pack into is there, and tensors of all devices share buckets. The second value
-        says where the values of each position that takes part lie: in which bucket, and which slice of it.
+        On a `home` device, memory to pack into is there, and tensors of all devices share buckets. Tensors start at
+        multiples of `align` values. The second value says where the values of each position that takes part lie: in
+        which bucket, and which slice of it.
         """
         kinds: dict[tuple[torch.device, torch.dtype], Bucket] = {}
         places: dict[int, tuple[int, slice]] = {}
         for position, (dtype, device, view) in zip(self._positions, self._members, strict=True):
             kind = (home or device, _widened(dtype))
             bucket = kinds.setdefault(kind, Bucket(*kind))
-            start = bucket.numel
-            bucket.add(view)
+            start = bucket.add(view, align=align)
             places[position] = (list(kinds).index(kind), slice(start, bucket.numel))
         return list(kinds.values()), places
 

@@ -1,74 +1,71 @@
-"""A round on its way: launched with packed values, carried to its result, and written into the parameters.
-
-`carry` does all that needs no parameters, in the thread of a courier where the strategy has a delay, so that the
-training loop only packs at the launch and unpacks at the landing. It may change the anchor there: a fragment has one
-round on its way at most, and nobody else reads the anchor before that has landed.
-"""
+"""A round in flight: launched with packed values, landed when its result is written into the parameters."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from cadenza.common.norms import difference, distance_squared, norm_squared
-from cadenza.engine.header import Header
-from cadenza.engine.in_place_mean import Passage, fly
-from cadenza.engine.level_group import LevelGroup
-from cadenza.engine.level_state import Layout, Track
+from cadenza.engine.layout import Layout
+from cadenza.engine.round_result import RoundResult
+from cadenza.participants.base import FailedRound
+from cadenza.participants.round_id import RoundId
 
-__all__ = ["Flight", "Tolerant", "carry"]
-
-
-class Tolerant(Protocol):
-    """Those with whom a round may fail, and training goes on."""
-
-    def carry(self, call: Any, fly: Callable[[], Passage]) -> Any:
-        """Run the exchange and vote on it; return its passage, or something else if nothing may be changed."""
-        ...
-
-    def judge(self, headers: list[Header]) -> list[Header]:
-        """Take the weight from contributions that would do harm."""
-        ...
+__all__ = ["PendingRound"]
 
 
 @dataclass
-class Flight:
+class PendingRound:
     """What a launch leaves for the landing.
 
     Attributes:
-        values: Flat copies of what is sent; the mean, once the passage is over. None are left where there is an anchor,
-            which is the result then.
+        id: The round's name: step, phase and fragment.
+        level: The level that meets.
+        land_at: The clock's step at which it lands.
+        layout: How the fragment's parameters lie in flat tensors.
+        values: Flat copies of what is sent; the mean, once the exchange is over. None are left where there is an anchor
+            that is the result then.
         origins: The parameters as they were at the launch, where a plain mean lands late and keeps local progress.
+        own: The difference that this worker has sent, where it is needed again.
         alpha: How much of the local value stays when the result lands.
+        restarts: Whether the parameters went back to the anchor at the launch, so that all progress since then counts
+            in the next round, and the outer step is taken at the landing.
         inner_lrs: The learning rates at the launch.
         samples: The samples that this worker had used at the launch.
-        drift: How far the workers had moved apart, once the passage is over and if it is measured.
-        call: The name of the round's meeting, where workers come and go.
-        poisoned: Whether this worker's contribution was left out, so that it starts anew from the anchor.
-        passage: What the round was, once it is over; something else where it failed and training goes on.
+        stall_s: For how long the training loop has stood still for it.
+        drift: How far the workers had moved apart, once that is known and if it is measured.
+        own_left_out: Whether this worker's contribution was left out, so that it starts anew from the anchor.
+        outcome: The result, once it is there.
     """
 
+    id: RoundId
     level: int
-    fragment: int
-    step: int
     land_at: int
     layout: Layout
     values: Sequence[torch.Tensor] = ()
     origins: Sequence[torch.Tensor] | None = None
+    own: Sequence[torch.Tensor] = ()
+    anchor_means: Sequence[torch.Tensor] = ()
     alpha: float = 0.0
+    restarts: bool = False
     inner_lrs: dict[str, float] = field(default_factory=dict)
-    passage: Future[Any] = field(default_factory=Future)
     samples: float = 0.0
     stall_s: float = 0.0
     drift: float | None = None
-    call: Any = None
-    poisoned: bool = False
+    own_left_out: bool = False
+    outcome: Future[RoundResult | FailedRound] = field(default_factory=Future)
+
+    @property
+    def fragment(self) -> int:
+        return self.id.fragment
+
+    @property
+    def step(self) -> int:
+        """The clock's step at the launch."""
+        return self.id.step
 
     @property
     def late(self) -> bool:
@@ -79,111 +76,78 @@ class Flight:
     def write(self, landed: Sequence[torch.Tensor]) -> None:
         """Give the parameters the landed value, and what is theirs to keep of the local progress since the launch."""
         if self.origins is not None:
-            for now, origin, value in self.layout.pieces(self.origins, landed):
-                if now.dtype == value.dtype and now.device == value.device:
-                    now.sub_(origin).add_(value)
-                else:
-                    now.copy_(now.to(value).sub(origin).add_(value))
+            self._move(self.origins, landed)
         elif self.alpha:
             for now, value in self.layout.pieces(landed):
                 now.copy_(now.to(value).lerp(value, 1 - self.alpha))
         else:
             self.layout.unpack(landed)
 
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Undo a launch that took the progress out of the parameters: its round has failed."""
+        if self.restarts:
+            for now, own in self.layout.pieces(self.own):
+                now.copy_(now.to(own).sub_(own))
 
-@torch.no_grad()
-def carry(
-    flight: Flight,
-    level: LevelGroup,
-    track: Track,
-    header: Header,
-    *,
-    problem: str | None,
-    measure: bool,
-    normalise: bool,
-    company: Tolerant | None = None,
-) -> Any:
-    """Take packed values to their result: exchange them and, once that has succeeded, make the new anchor of them.
+    def _move(self, origins: Sequence[torch.Tensor], landed: Sequence[torch.Tensor]) -> None:
+        for now, origin, value in self.layout.pieces(origins, landed):
+            if now.dtype == value.dtype and now.device == value.device:
+                now.sub_(origin).add_(value)
+            else:
+                now.copy_(now.to(value).sub(origin).add_(value))
 
-    Args:
-        flight: The round; its values are used up.
-        level: Who meets, and how.
-        track: What the level remembers of the fragment.
-        header: What the others are told, but for the norm, which is found here.
-        problem: What keeps this worker from taking part, if something does.
-        measure: Whether to measure the drift.
-        normalise: Whether differences come from unequal numbers of steps.
-        company: Who votes on the round before anything is changed, where rounds may fail. What it says instead of a
-            passage is returned as it is.
-    """
-    plan, values = level.plan, flight.values
-    late_mean = flight.late and plan.outer.plain
-    spread = measure and not plan.anchored
-    if plan.anchored:
-        origins = values if late_mean else None
-        values = track.spare.borrow(flight.layout) if late_mean else values
-        both = zip(track.anchors, flight.values, values, strict=True)
-        norm2 = sum(difference(anchor, flat, out=out) for anchor, flat, out in both)
-        flight.values = values
-    else:
-        origins = [flat.clone() for flat in values] if late_mean or spread else None
-        norm2 = norm_squared(*values)
-    problem = problem or _not_finite(flight, norm2)
-    header = replace(header, norm2=norm2, atomic=company is not None)
-    if company is not None and problem is not None:
-        header, problem = _harmless(flight, header), None
-    go = partial(
-        fly,
-        values,
-        level.transport,
-        header,
-        plan.codec,
-        problem=problem,
-        describe=flight.layout.fragment.describe,
-        residuals=track.residuals,
-        stage=level.stage,
-        normalise=normalise,
-        origins=origins if spread else None,
-        judge=None if company is None else company.judge,
-    )
-    passage = go() if company is None else company.carry(flight.call, go)
-    if not isinstance(passage, Passage):
-        return passage
-    if measure:
-        flight.drift = _drift_of_differences(passage, track, values) if plan.anchored else _drift(passage, values)
-    if plan.anchored:
-        flight.values = ()
-        if passage.weightless:
-            track.take(values)
-        else:
-            track.update(values, flight.inner_lrs)
-        track.spare.give_back(values)
-    flight.origins = origins if late_mean else None
-    if passage.headers[passage.position].poisoned:
-        flight.origins, flight.alpha, flight.poisoned = None, 0.0, True
-    return passage
+    # ---- saving ----------------------------------------------------------------------------------------------------
 
+    def facts(self, result: RoundResult) -> dict[str, Any]:
+        """Return what it is besides its tensors, as JSON can hold it."""
+        return {
+            "id": str(self.id),
+            "level": self.level,
+            "fragment": self.fragment,
+            "land_at": self.land_at,
+            "names": self.layout.names,
+            "alpha": self.alpha,
+            "restarts": self.restarts,
+            "inner_lrs": self.inner_lrs,
+            "samples": self.samples,
+            "stall_s": self.stall_s,
+            "drift": self.drift,
+            "own_left_out": self.own_left_out,
+            "kept": [kind for kind, flats in self._flats().items() if flats],
+            "result": result.facts(),
+        }
 
-def _harmless(flight: Flight, header: Header) -> Header:
-    """Turn a contribution that is not finite into zeros that count for nothing."""
-    for flat in flight.values:
-        flat.zero_()
-    return replace(header, weight=0.0, norm2=0.0, poisoned=True)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return its flat tensors, by kind and number."""
+        return {f"{kind}/{i}": flat for kind, flats in self._flats().items() for i, flat in enumerate(flats)}
 
+    @classmethod
+    def from_facts(
+        cls, facts: Mapping[str, Any], layout: Layout, read: Callable[[str], list[torch.Tensor]]
+    ) -> PendingRound:
+        """Return what `facts` and `tensors` gave; `read` returns the flat tensors of a kind."""
+        kept = {kind: read(kind) for kind in facts["kept"]}
+        pending = cls(
+            RoundId.parse(facts["id"]),
+            facts["level"],
+            facts["land_at"],
+            layout,
+            values=kept.get("value", ()),
+            origins=kept.get("origin"),
+            own=kept.get("own", ()),
+            anchor_means=kept.get("anchor_mean", ()),
+            alpha=facts["alpha"],
+            restarts=facts["restarts"],
+            inner_lrs=facts["inner_lrs"],
+            samples=facts["samples"],
+            stall_s=facts["stall_s"],
+            drift=facts["drift"],
+            own_left_out=facts["own_left_out"],
+        )
+        pending.outcome.set_result(RoundResult.from_facts(facts["result"]))
+        return pending
 
-def _drift(passage: Passage, means: Sequence[torch.Tensor]) -> float:
-    """Return how far the workers had moved apart, relative to the size of the mean; the same on all ranks."""
-    return math.sqrt(passage.spread2 / max(norm_squared(*means), 1e-300))
-
-
-def _drift_of_differences(passage: Passage, track: Track, deltas: Sequence[torch.Tensor]) -> float:
-    mean2 = sum(w * header.norm2 for w, header in zip(passage.weights, passage.headers, strict=True))
-    size2 = sum(distance_squared(anchor, delta) for anchor, delta in zip(track.anchors, deltas, strict=True))
-    return math.sqrt(max(0.0, mean2 - norm_squared(*deltas)) / max(size2, 1e-300))
-
-
-def _not_finite(flight: Flight, norm2: float) -> str | None:
-    if flight.layout.fragment.problem is not None or math.isfinite(norm2):
-        return flight.layout.fragment.problem
-    found = (f"parameter {name}" for name, part in flight.layout.slices(flight.values) if not part.isfinite().all())
-    return f"{next(found, 'the norm of the values')} is not finite (NaN or infinity) at step {flight.step}."
+    def _flats(self) -> dict[str, Sequence[torch.Tensor]]:
+        kinds = {"value": self.values, "origin": self.origins or (), "own": self.own}
+        return {**kinds, "anchor_mean": self.anchor_means}

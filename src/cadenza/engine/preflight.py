@@ -1,4 +1,4 @@
-"""The check at the door: ranks compare what they are about to train, through the store, before any collective.
+"""The check before anything is sent: ranks compare what they are about to train, through the store.
 
 Tensors of different sizes abort the process inside a collective, and different models of equal size average to
 garbage. So every rank writes down what it holds, reads what the others hold, and all raise the same error if there is
@@ -12,29 +12,26 @@ import json
 from collections.abc import Sequence
 from itertools import zip_longest
 
-import torch.distributed as dist
-
-from cadenza.common.process_groups import store_of
 from cadenza.engine.header import Stance, disagreement
 from cadenza.errors import DisagreementError
+from cadenza.transports.group import Group
 
-__all__ = ["check_door"]
+__all__ = ["compare"]
 
 
-def check_door(group: dist.ProcessGroup, *, terms: str, model: Sequence[str]) -> None:
+def compare(group: Group, *, terms: Sequence[str], model: Sequence[str]) -> None:
     """Compare the terms (strategy, version) and the model's description over a group; raise on every rank alike."""
-    store = store_of(group)
-    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    key = f"cadenza/door/{store.add(f'cadenza/visits/{rank}', 1)}"  # counted by rank and group, so that all agree
-    mine = json.dumps([terms, list(model)])
+    store, rank = group.store, group.rank
+    key = f"cadenza/preflight/{store.add(f'cadenza/visits/{rank}', 1)}"  # counted by rank and group, so all agree
+    mine = json.dumps([list(terms), list(model)])
     store.set(f"{key}/text/{rank}", mine)
     store.set(f"{key}/hash/{rank}", hashlib.blake2b(mine.encode(), digest_size=16).hexdigest())
-    hashes = {other: bytes(store.get(f"{key}/hash/{other}")) for other in ranks}
+    hashes = {other: bytes(store.get(f"{key}/hash/{other}")) for other in group.ranks}
     if len(set(hashes.values())) == 1:
         return
-    texts = {other: json.loads(bytes(store.get(f"{key}/text/{other}"))) for other in ranks}
-    if len({text[0] for text in texts.values()}) > 1:
-        parts = {other: text[0].split("; ") for other, text in texts.items()}
+    texts = {other: json.loads(bytes(store.get(f"{key}/text/{other}"))) for other in group.ranks}
+    if len({tuple(text[0]) for text in texts.values()}) > 1:
+        parts = {other: text[0] for other, text in texts.items()}
         first = next(i for i, row in enumerate(zip_longest(*parts.values())) if len(set(row)) > 1)
         stances = {other: Stance(0, None, part[first : first + 1] or ["no more"]) for other, part in parts.items()}
     else:

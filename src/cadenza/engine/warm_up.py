@@ -1,53 +1,104 @@
-"""What Cadenza asks of DistributedDataParallel: to average gradients during the warm-up, then to be silent."""
+"""Averaging gradients: during the warm-up, or in every step where all workers stay one replica.
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
-from collections.abc import Callable, Collection
-from typing import Any
+DDP does it by itself, over all ranks or, with a hook, over more than its own; others call `average_gradients`.
+"""
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from __future__ import annotations
 
-from cadenza.errors import UnsupportedModelError
+from cadenza.engine.collectives import average_tensors
+from cadenza.engine.ddp import covers, fall_silent, widen
+from cadenza.engine.header import Header
+from cadenza.engine.opening import open_round
+from cadenza.engine.replica import Replica
+from cadenza.errors import CadenzaError
+from cadenza.transports import process_group_of
 
-__all__ = ["average_bucket", "covers", "fall_silent", "widen"]
-
-
-def covers(ddp: DistributedDataParallel, ranks: Collection[int]) -> bool:
-    """Tell whether DDP averages over all the given ranks, or only inside a smaller group such as a host."""
-    return set(dist.get_process_group_ranks(ddp.process_group)) >= set(ranks)
+__all__ = ["WarmUp", "resume_gradient_averaging"]
 
 
-def fall_silent(ddp: DistributedDataParallel) -> None:
-    """Stop DDP from averaging gradients and broadcasting buffers."""
-    ddp.require_backward_grad_sync = False
-    ddp.require_forward_param_sync = False  # DDP itself only looks again after the next forward pass
+class WarmUp:
+    """The steps in which gradients are averaged, and the step into local training."""
 
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._steps = replica.strategy.warmup_steps
+        self._always = replica.strategy.average_gradients
 
-def widen(ddp: DistributedDataParallel, group: dist.ProcessGroup, *, while_true: Callable[[], bool]) -> None:
-    """Let a DDP of a smaller group average gradients over a larger one for as long as `while_true` says so."""
-    if ddp._comm_hooks:
-        raise UnsupportedModelError(
-            "The model's DistributedDataParallel spans fewer ranks than the strategy and has a communication hook of "
-            "its own, so its gradients cannot be averaged over all ranks during the warm-up. Register no hook, or use "
-            "warmup_steps=0."
+    @property
+    def over(self) -> bool:
+        """Whether the next step is a local one."""
+        return self._replica.state.clock >= self._steps
+
+    @property
+    def by_ddp(self) -> bool:
+        """Whether DDP averages the gradients, so that nobody has to ask for it."""
+        return self._replica.view.ddp is not None
+
+    def begin(self) -> None:
+        """Make gradients be averaged over all, or go over to local steps at once."""
+        ddp, outermost = self._replica.view.ddp, self._replica.participants.levels[-1]
+        if not self._steps:
+            self.end()
+        elif ddp is not None and not covers(ddp, outermost.transport.members):
+            widen(ddp, process_group_of(outermost.transport), while_true=lambda: not self.over)
+
+    def average_gradients(self) -> None:
+        """Average the gradients over all workers, unless DDP has done it or this is a local step."""
+        if self.by_ddp or (self.over and not self._always):
+            return
+        replica = self._replica
+        gradients = {name: p.grad for name, p in replica.view.parameters().items() if p.grad is not None}
+        average_tensors(replica.participants.levels[-1].transport, gradients, step=replica.state.moment)
+        replica.state.gradients_averaged = True
+
+    def count_step(self) -> bool:
+        """Count a step; return whether rounds may run after it."""
+        state = self._replica.state
+        inside = state.clock <= self._steps
+        if not inside and not self._always:
+            return True
+        if not self.by_ddp and not state.gradients_averaged:
+            raise CadenzaError(
+                f"Step {state.clock} belongs to {self._period()}, in which gradients are averaged: call "
+                "sync.average_gradients() after backward() and before optimizer.step()."
+            )
+        state.gradients_averaged = False
+        if state.clock == self._steps:
+            self.end()
+        return not inside
+
+    def end(self) -> None:
+        """Go over to local steps: DDP over all ranks falls silent, anchors are taken."""
+        ddp, outermost = self._replica.view.ddp, self._replica.participants.levels[-1]
+        if ddp is not None and not self._always and covers(ddp, outermost.transport.members):
+            fall_silent(ddp)
+        self._replica.fit_levels()
+
+    def refuse_to_drain(self) -> None:
+        """Let all ranks raise, also those that wait for this worker's gradients, unless it is DDP that waits."""
+        state = self._replica.state
+        problem = (
+            f"this worker ran out of data at step {state.clock} of {self._period()}, in which every worker has "
+            "gradients to average. Give it more data, or the strategy a shorter warm-up."
         )
+        outermost = self._replica.participants.levels[-1]
+        if not self.by_ddp and not outermost.alone:
+            outermost.transport.next_round()
+            header = Header(state.moment, bytes(16), able=False)
+            open_round(outermost.transport, header, problem=problem, describe=list)
+        raise CadenzaError(problem[0].upper() + problem[1:])
 
-    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return average_bucket(bucket, group if while_true() else ddp.process_group)
-
-    ddp.register_comm_hook(None, hook)
-
-
-def average_bucket(bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients in place over a group, asynchronously."""
-    gradients = bucket.buffer().div_(group.size())
-    work = dist.all_reduce(gradients, group=group, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
-    return averaged
+    def _period(self) -> str:
+        return "a run of averaged gradients" if self._always else f"the warm-up ({self._steps} steps)"
 
 
-def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor
+def resume_gradient_averaging(replica: Replica) -> None:
+    """Let DDP be as it has to be at the clock's step, after a state was restored."""
+    ddp = replica.view.ddp
+    members = replica.participants.levels[-1].transport.members
+    if ddp is None or replica.strategy.average_gradients or not covers(ddp, members):
+        return
+    if replica.state.clock < replica.strategy.warmup_steps:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+    else:
+        fall_silent(ddp)

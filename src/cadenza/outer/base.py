@@ -32,7 +32,7 @@ class Outer(Protocol):
 
     @property
     def needs_own(self) -> bool:
-        """Say whether `update` must be told this worker's own difference beside the mean."""
+        """Say whether `update` must be told this worker's own differences, at launch and landing, beside the mean."""
 
     @property
     def needs_anchor_mean(self) -> bool:
@@ -58,6 +58,8 @@ class Outer(Protocol):
         rounds: int,
         inner_lr: float | None = None,
         own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
         anchor_mean: torch.Tensor | None = None,
     ) -> None:
         """Turn `anchor` into the new anchor and change `state`, both in place; `delta` may be overwritten.
@@ -68,6 +70,8 @@ class Outer(Protocol):
             state: What `init` gave, or the last update left.
             rounds: How many rounds came before: 0 for the first.
             inner_lr: The inner optimizer's learning rate, where `needs_inner_lr`.
-            own: This worker's own difference, where `needs_own`; not to be changed.
+            own: The difference that this worker has sent, where `needs_own`; not to be changed.
+            now: This worker's difference at the landing, where `needs_own`: another one if the round lands late.
+            members: How many workers the mean is of, where `needs_own`.
             anchor_mean: The mean of the members' anchors, where `needs_anchor_mean`; not to be changed.
         """

@@ -39,6 +39,8 @@ class Mean:
         rounds: int,
         inner_lr: float | None = None,
         own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
         anchor_mean: torch.Tensor | None = None,
     ) -> None:
         anchor.sub_(delta)

@@ -49,6 +49,8 @@ class Sgd:
         rounds: int,
         inner_lr: float | None = None,
         own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
         anchor_mean: torch.Tensor | None = None,
     ) -> None:
         factor = -self.lr * factor_after(self.schedule, rounds)

@@ -43,6 +43,8 @@ class SlowMo:
         rounds: int,
         inner_lr: float | None = None,
         own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
         anchor_mean: torch.Tensor | None = None,
     ) -> None:
         if inner_lr is None or not 0 <= inner_lr < math.inf:

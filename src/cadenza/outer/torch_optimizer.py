@@ -62,6 +62,8 @@ class TorchOptimizer:
         rounds: int,
         inner_lr: float | None = None,
         own: torch.Tensor | None = None,
+        now: torch.Tensor | None = None,
+        members: int = 1,
         anchor_mean: torch.Tensor | None = None,
     ) -> None:
         fresh = self._open_round(state, rounds)

@@ -20,39 +20,18 @@ import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.liveness import LifeLines
+from cadenza.participants.round_id import RoundId
 from cadenza.participants.signing import Seal
 from cadenza.participants.store import Line, append
 
-__all__ = ["Call", "Roll"]
+__all__ = ["Roll"]
 
 _logger = logging.getLogger("cadenza")
 
 _BEATS = 5  # in a lease
 _GONE = "gone"
 _PROOF = 3  # changes of a beat that show that a worker is alive whose line has ended; two may have been under way
-_GLANCE_S = 0.02  # between two looks for the next meeting
-
-
-@dataclass(frozen=True, order=True)
-class Call:
-    """The name of a meeting, in the order in which they are held: at which step, and of which fragment.
-
-    `phase` counts meetings of a fragment at one step: 0 for the regular one, more for those at the end of a run.
-
-    >>> Call.parse(str(Call(100, 0, 2)))
-    Call(step=100, phase=0, fragment=2)
-    """
-
-    step: int
-    phase: int = 0
-    fragment: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Call:
-        return cls(*map(int, text.split(".")))
-
-    def __str__(self) -> str:
-        return f"{self.step}.{self.phase}.{self.fragment}"
+_GLANCE_S = 0.02  # between two looks for the next round
 
 
 @dataclass
@@ -80,10 +59,10 @@ class Roll:
     Attributes:
         incarnation: What tells this process from an earlier or later one in the same place.
         connected: Whether the store answers.
-        latest: The latest meeting that anyone has come to, as of the last beat.
+        latest: The latest round that anyone has come to, as of the last beat.
         replaced: Whether another process has taken this worker's place.
         losses: How often the store was lost: connections made before are of no use.
-        eager: Whether the next meeting is to be known at once, not only at the next beat.
+        eager: Whether the next round is to be known at once, not only at the next beat.
     """
 
     def __init__(self, line: Line, worker: int, seal: Seal, *, lease_s: float) -> None:
@@ -91,7 +70,7 @@ class Roll:
         self._seal = seal
         self.incarnation = secrets.token_hex(4)
         self.connected = False
-        self.latest: Call | None = None
+        self.latest: RoundId | None = None
         self.replaced = False
         self.losses = 0
         self.eager = False
@@ -206,14 +185,14 @@ class Roll:
         self.connected = True
 
     def glance(self) -> None:
-        """See which meeting is the latest."""
+        """See which round is the latest."""
         self._note(bytes(self._line.call(lambda store: store.get("latest"))).decode())
 
     def _note(self, latest: str) -> None:
-        self.latest = Call.parse(latest) if latest else None
+        self.latest = RoundId.parse(latest) if latest else None
 
     def _exchange(self, store: dist.Store) -> tuple[list[list[Any]], str, dict[int, str]]:
-        """Beat, and return who has signed on, the latest meeting and all beats."""
+        """Beat, and return who has signed on, the latest round and all beats."""
         self._number += 1
         store.set(_key(self.worker), f"{self.incarnation} {self._number}")
         if not self._signed_on:

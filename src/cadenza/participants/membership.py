@@ -16,11 +16,11 @@ import time
 from collections.abc import Mapping
 
 from cadenza.errors import NotInitializedError, StoreLostError
-from cadenza.participants.heartbeat import Call, Roll
+from cadenza.participants.heartbeat import Roll
 from cadenza.participants.signing import Seal
 from cadenza.participants.store import Line
 
-__all__ = ["Call", "Membership", "join"]
+__all__ = ["Membership", "join"]
 
 _AGAIN_S = 0.1  # between two attempts to reach a store
 

@@ -1,4 +1,4 @@
-"""For tests and notebooks: contracts that a piece of one's own can be held to."""
+"""For tests and notebooks: workers that are threads of this process, and contracts for pieces of one's own."""
 
 from cadenza.testing.contracts import (
     check_codec,
@@ -9,8 +9,11 @@ from cadenza.testing.contracts import (
     check_schedule,
     check_weighting,
 )
+from cadenza.testing.workers import Worker, WorkerPool, workers
 
 __all__ = [
+    "Worker",
+    "WorkerPool",
     "check_codec",
     "check_fault_policy",
     "check_fragmentation",
@@ -18,4 +21,5 @@ __all__ = [
     "check_round_topology",
     "check_schedule",
     "check_weighting",
+    "workers",
 ]

@@ -6,11 +6,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from cadenza.errors import NotInitializedError
 from cadenza.transports.base import Lane, Transport
 from cadenza.transports.c10d import C10dTransport
 from cadenza.transports.shared_memory import open_shared_memory
 
-__all__ = ["C10dTransport", "Lane", "Transport", "connect"]
+__all__ = ["C10dTransport", "Lane", "Transport", "connect", "process_group_of"]
 
 _connected: WeakKeyDictionary[dist.ProcessGroup, Transport] = WeakKeyDictionary()
 
@@ -26,3 +27,20 @@ def connect(group: dist.ProcessGroup) -> Transport:
         alone = len(below.members) == 1
         transport = _connected[group] = below if alone else open_shared_memory(below) or below
     return transport
+
+
+def process_group_of(transport: Transport) -> dist.ProcessGroup:
+    """Return the process group whose transport this is; nothing here keeps it alive.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> process_group_of(connect(dist.group.WORLD)) is dist.group.WORLD
+    True
+    >>> dist.destroy_process_group()
+    """
+    for group, known in _connected.items():
+        if known is transport:
+            return group
+    raise NotInitializedError(
+        "These workers have no process group: it was destroyed, or they are threads of one process. Finish the "
+        "synchronizer before the group is destroyed, and use no DistributedDataParallel between threads."
+    )

@@ -21,13 +21,31 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["OUT_OF_STEP", "Above", "Lane", "Transport"]
+__all__ = ["OUT_OF_STEP", "Above", "Lane", "Transport", "bytes_of"]
 
 # What a transport says when it is used after it was abandoned.
 OUT_OF_STEP = (
     "An earlier averaging on this process group failed, and its members may be out of step. Destroy the group, make a "
     "new one, and restore the parameters from a checkpoint or from one rank."
 )
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as flat bytes, in which form every backend carries every dtype.
+
+    >>> bytes_of(torch.tensor([[True], [False]]))
+    tensor([1, 0], dtype=torch.uint8)
+    >>> bytes_of(torch.ones(2, 2).t())
+    Traceback (most recent call last):
+      ...
+    ValueError: A contiguous tensor is required; got strides (1, 2) for the shape (2, 2). Send tensor.contiguous().
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"A contiguous tensor is required; got strides {tensor.stride()} for the shape {tuple(tensor.shape)}. Send "
+            "tensor.contiguous()."
+        )
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class Lane(Protocol):
@@ -101,6 +119,10 @@ class Transport(Protocol):
         """Send `payload`, as long on every member, to all; the returned call waits for theirs, in rank order."""
         ...
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Give a contiguous tensor, as large on every member, the values it has on the one at position `source`."""
+        ...
+
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         """Return how many values of `dtype` one lane carries."""
         ...
@@ -146,6 +168,9 @@ class Above:
 
     def exchange(self, payload: bytes) -> Callable[[], list[bytes]]:
         return self._below.exchange(payload)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self._below.broadcast(tensor, source)
 
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         return self._below.capacity(device, dtype)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cadenza.common.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.errors import NotInitializedError, TransportError
-from cadenza.transports.base import OUT_OF_STEP, Lane
+from cadenza.transports.base import OUT_OF_STEP, Lane, bytes_of
 from cadenza.transports.means import finish_mean, mean_into, scale_down
 
 __all__ = ["C10dTransport", "Seat"]
@@ -79,6 +79,17 @@ class C10dTransport:
             return [data[i : i + len(payload)] for i in range(0, len(data), len(payload))]
 
         return replies
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        memory = bytes_of(tensor)
+
+        def start(*, group: dist.ProcessGroup, async_op: bool) -> dist.Work:
+            return group.broadcast([memory], options)
+
+        if memory.numel():
+            self.start(start)()
 
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         if dtype.itemsize > 2:

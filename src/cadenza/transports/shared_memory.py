@@ -27,7 +27,7 @@ from cadenza.errors import TransportError
 from cadenza.transports.base import OUT_OF_STEP, Above, Lane, Transport
 from cadenza.transports.means import mean_into, share
 
-__all__ = ["SharedMemoryTransport", "open_shared_memory"]
+__all__ = ["LANES", "SharedMemoryTransport", "lane_bytes", "open_shared_memory"]
 
 SEGMENT_BYTES = 24 << 20
 LANES = 3
@@ -46,7 +46,7 @@ class SharedMemoryTransport(Above):
         super().__init__(below)
         self._mesh = mesh
         count = len(below.members)
-        self._lane_bytes = _lane_bytes(count)
+        self._lane_bytes = lane_bytes(count)
         lanes = segment.view(LANES, count + 1, self._lane_bytes)
         self._shared_lanes: list[Lane] = [_SharedLane(mesh, lane, below.position) for lane in lanes]
 
@@ -309,7 +309,7 @@ def _meet(
         caller, secret = _GREETING.unpack(greeting)
         if secrets.compare_digest(secret, secrets_[position]) and position < caller < count:
             peers[caller] = peer
-    size = LANES * (count + 1) * _lane_bytes(count)
+    size = LANES * (count + 1) * lane_bytes(count)
     if position == 0:
         handle = os.memfd_create("cadenza", os.MFD_CLOEXEC)
         os.ftruncate(handle, size)
@@ -327,7 +327,11 @@ def _meet(
     return _Meeting(peers, segment)
 
 
-def _lane_bytes(members: int) -> int:
-    """Return the size of one member's part of a lane, such that the whole segment stays within its bound."""
+def lane_bytes(members: int) -> int:
+    """Return the size of one member's part of a lane, such that the whole segment stays within its bound.
+
+    >>> lane_bytes(2) * 3 * LANES <= SEGMENT_BYTES
+    True
+    """
     parts = LANES * (members + 1)
     return max(_PAGE, SEGMENT_BYTES // parts // _PAGE * _PAGE)

@@ -26,7 +26,6 @@ import cadenza
 from cadenza import checkpoint
 from cadenza.checkpoint.files import Manifest, read_manifest, write_state
 from cadenza.checkpoint.loop import collect_loop
-from cadenza.engine.run_state import place_of
 from cadenza.errors import CheckpointError
 
 
@@ -310,11 +309,12 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         Job().load(tmp_path / "nowhere")
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_format_is_refused(tmp_path: Path, number: int) -> None:
     job = Job()
     state = job.sync.state_dict()
-    meta = json.loads(str(state["shared/meta"])) | {"format": 2, "version": "9.0"}
-    with pytest.raises(CheckpointError, match=r"format 2, written by Cadenza 9.0; this is Cadenza"):
+    meta = json.loads(str(state["shared/meta"])) | {"format": number, "version": "9.0"}
+    with pytest.raises(CheckpointError, match=rf"format {number}, written by Cadenza 9.0; this is Cadenza"):
         job.sync.load_state_dict({**state, "shared/meta": json.dumps(meta)})
 
 
@@ -420,11 +420,11 @@ def test_a_state_dict_holds_copies() -> None:
 @given(st.floats(allow_nan=False))
 def test_numbers_come_back_from_the_meta_to_the_bit(samples: float) -> None:
     job = _quick_job()
-    job.sync._samples = samples
+    job.sync.replica.state.counts.samples = samples
     state = job.sync.state_dict()
-    job.sync._samples = 0.0
+    job.sync.replica.state.counts.samples = 0.0
     job.sync.load_state_dict(state)
-    assert job.sync._samples.hex() == samples.hex()
+    assert job.sync.replica.state.counts.samples.hex() == samples.hex()
 
 
 def _quick_job(made: list[Job] = []) -> Job:  # noqa: B006
@@ -434,5 +434,5 @@ def _quick_job(made: list[Job] = []) -> Job:  # noqa: B006
 
 
 def test_a_worker_alone_is_worker_0_with_the_whole_model() -> None:
-    place = place_of(Job().sync)
+    place = Job().sync.replica.place()
     assert (place.workers, place.position, place.shard, place.shards) == ((0,), 0, 0, 1)

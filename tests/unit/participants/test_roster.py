@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 
 import cadenza
-from cadenza.participants.heartbeat import Call
-from cadenza.participants.roster import Guest, MeetingFailedError, Roster, _obeyed, propose
+from cadenza.participants.assembly import obeyed
+from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
+from cadenza.participants.round_id import RoundId
 from cadenza.participants.signing import Seal
 
 ALL = (0, 1, 2)
 
 
-def guest(worker: int, *, rounds: int = 4, chain: str = "c", terms: str = "t", **more: Any) -> Guest:
-    return Guest(worker, f"i{worker}", rounds, chain, terms, **{"last": ALL, **more})
+def guest(worker: int, *, rounds: int = 4, chain: str = "c", terms: str = "t", **more: Any) -> Arrival:
+    return Arrival(worker, f"i{worker}", rounds, chain, terms, **{"last": ALL, **more})
 
 
-def new(worker: int, **more: Any) -> Guest:
+def new(worker: int, **more: Any) -> Arrival:
     return guest(worker, rounds=0, chain="", last=(), **more)
 
 
-def proposed(*guests: Guest, policy: Any = None, late: bool = False, **roll: Any) -> Roster | None:
+def proposed(*guests: Arrival, policy: Any = None, late: bool = False, **roll: Any) -> Roster | None:
     known = {"known": set(ALL), "silent": set(), "gone": set(), "workers": 3, **roll}
     book = {guest.worker: guest for guest in guests}
     return propose(book, policy or cadenza.shrink(), time_is_up=late, **known)
@@ -38,9 +39,9 @@ def test_all_that_are_expected_hold_the_round_at_once() -> None:
 def test_a_process_that_took_the_place_of_a_dead_one_is_not_the_one_on_the_roster() -> None:
     roster = proposed(*map(guest, ALL))
     assert roster is not None
-    assert _obeyed(roster, guest(2)) is roster
-    with pytest.raises(MeetingFailedError, match="an earlier process in this worker's place") as caught:
-        _obeyed(roster, replace(new(2), incarnation="another"))
+    assert obeyed(roster, guest(2)) is roster
+    with pytest.raises(RoundNotHeldError, match="an earlier process in this worker's place") as caught:
+        obeyed(roster, replace(new(2), incarnation="another"))
     assert caught.value.behind, "it has nothing of what the others hold: it must catch up first"
 
 
@@ -58,7 +59,7 @@ def test_a_silent_worker_is_not_waited_for() -> None:
 
 
 def test_a_minority_holds_no_round_and_does_not_wait_for_the_dead() -> None:
-    with pytest.raises(MeetingFailedError, match="only worker 0 came, of workers 0, 1, 2"):
+    with pytest.raises(RoundNotHeldError, match="only worker 0 came, of workers 0, 1, 2"):
         proposed(guest(0), silent={1, 2})
 
 
@@ -132,12 +133,12 @@ def test_a_group_is_kept_only_if_it_works_for_all_and_is_of_the_same_members() -
 
 
 def test_a_roster_survives_the_store() -> None:
-    roster = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, level=True, decided_at=2.0)
+    roster = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, settled=True, decided_at=2.0)
     assert Roster.unpack(roster.pack()) == roster
 
 
 def test_meetings_are_held_in_the_order_of_steps_phases_and_fragments() -> None:
-    assert Call(5) < Call(5, fragment=1) < Call(5, phase=1) < Call(10)
+    assert RoundId(5) < RoundId(5, fragment=1) < RoundId(5, phase=1) < RoundId(10)
 
 
 def test_a_seal_is_worth_nothing_elsewhere() -> None:

@@ -1,0 +1,127 @@
+"""`attach` a strategy to a model: the check before anything is sent, the participants, the synchronizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from cadenza.common.identity import identity
+from cadenza.common.process_groups import resolve
+from cadenza.engine.model_view import ModelView
+from cadenza.engine.preflight import compare
+from cadenza.engine.synchronizer import Synchronizer
+from cadenza.faults import Shrink, SkipRound
+from cadenza.observers import Observer
+from cadenza.participants.base import Participants
+from cadenza.participants.elastic import ElasticParticipants
+from cadenza.participants.fixed import FixedParticipants
+from cadenza.participants.membership import Membership, join
+from cadenza.strategy import Strategy
+from cadenza.topology import Topology
+from cadenza.transports.c10d_group import C10dGroup
+from cadenza.transports.group import Group, current_group
+from cadenza.version import __version__
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    strategy: Strategy,
+    *,
+    observers: Sequence[Observer] = (),
+    topology: Topology | None = None,
+    process_group: dist.ProcessGroup | Group | None = None,
+    membership: Membership | None = None,
+    auto: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Synchronizer:
+    """Run a strategy on a model: all ranks call this, with the same model and strategy, after `init_process_group`.
+
+    The model's class and its parameters' names stay as they are. All ranks start from the values of the first.
+
+    Args:
+        model: The model, also wrapped in DistributedDataParallel, sharded by FSDP2, or compiled.
+        optimizer: The inner optimizer, or several.
+        strategy: What to do, for instance `cadenza.diloco()`.
+        observers: What gets a `RoundReport` for every round.
+        topology: With whom, if the strategy's own `groups` do not say it: one level for each of the strategy's.
+        process_group: The ranks that train together; None means everyone. Workers that are threads
+            (`cadenza.testing.workers`) have a group of their own, which is found without it.
+        membership: Under `skip_round` and `shrink`, this worker's place in the job (`cadenza.join`), instead of a
+            process group: none needs to be initialised. By default it is made from the environment.
+        auto: Call `step()` by itself after every step of the (last) optimizer, for loops that a framework owns.
+        scaler: With `auto`, the GradScaler, at whose `update` the clock ticks instead: it may skip optimizer steps.
+
+    >>> import torch, torch.distributed as dist, cadenza
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sync = cadenza.attach(model, optimizer, cadenza.local_sgd(period=4))
+    >>> for _ in range(8):
+    ...     model(torch.ones(2)).backward()
+    ...     optimizer.step(); optimizer.zero_grad()
+    ...     sync.step()
+    >>> sync.finish()
+    >>> dist.destroy_process_group()
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
+        )
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    view = ModelView(model, optimizers)
+    participants = (
+        _elastic(view, strategy, membership, given={"topology": topology, "process_group": process_group})
+        if strategy.faults.tolerant
+        else _fixed(view, strategy, membership, topology=topology, process_group=process_group)
+    )
+    return Synchronizer(view, strategy, participants, observers=observers, auto=auto, scaler=scaler)
+
+
+def _fixed(
+    view: ModelView,
+    strategy: Strategy,
+    membership: Membership | None,
+    *,
+    topology: Topology | None,
+    process_group: dist.ProcessGroup | Group | None,
+) -> Participants:
+    if membership is not None:
+        raise ValueError(
+            "membership belongs to faults=skip_round() or shrink(); this strategy raises at the first fault."
+        )
+    group = _group(process_group)
+    compare(group, terms=_terms(strategy), model=view.describe())
+    view.refuse_what_cannot_work(strategy)
+    return FixedParticipants(strategy, group, topology)
+
+
+def _elastic(
+    view: ModelView, strategy: Strategy, membership: Membership | None, *, given: Mapping[str, object]
+) -> Participants:
+    view.refuse_what_cannot_work(strategy)
+    if named := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{named[0]} belongs to faults=raise_error(): under skip_round and shrink workers come and go, and meet "
+            "through membership=cadenza.join(…)."
+        )
+    assert isinstance(strategy.faults, SkipRound | Shrink)
+    terms = "; ".join([*_terms(strategy), *view.describe()])
+    return ElasticParticipants(membership or join(), strategy.faults, strategy.levels[0], terms)
+
+
+def _group(given: dist.ProcessGroup | Group | None) -> Group:
+    """Return the ranks that train together: those of a process group, or the threads among which this one is."""
+    found = current_group() if given is None else given
+    if found is None or isinstance(found, dist.ProcessGroup) or not hasattr(found, "host_names"):
+        return C10dGroup(resolve(found))  # type: ignore[arg-type]
+    return found
+
+
+def _terms(strategy: Strategy) -> list[str]:
+    """Return what must be the same on all workers besides the model."""
+    return [*identity(strategy), f"Cadenza {__version__}"]

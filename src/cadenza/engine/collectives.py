@@ -1,0 +1,61 @@
+"""What a group does together besides rounds of parameters: plain means, largest counters, one start for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cadenza.engine.in_place_mean import average_in_place
+from cadenza.engine.packing import Fragment, wire_dtype
+from cadenza.errors import TopologyError
+from cadenza.transports import Transport
+
+__all__ = ["average_tensors", "take_from_first", "take_largest"]
+
+
+@torch.no_grad()
+def average_tensors(transport: Transport, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
+    """Replace tensors by their plain mean over the members, in place."""
+    if tensors and len(transport.members) > 1:
+        average_in_place(_fragment(tensors), transport, step=step)
+
+
+@torch.no_grad()
+def take_largest(transport: Transport, counters: Mapping[str, torch.Tensor]) -> None:
+    """Give integer tensors the largest value that any member has."""
+    if not counters or len(transport.members) == 1:
+        return
+    mine = torch.cat([counter.reshape(-1).to("cpu", torch.int64) for counter in counters.values()])
+    replies = transport.exchange(bytes(mine.view(torch.uint8).tolist()))()
+    largest = torch.stack([torch.frombuffer(bytearray(reply), dtype=torch.int64) for reply in replies]).amax(0)
+    parts = largest.split([counter.numel() for counter in counters.values()])
+    for counter, part in zip(counters.values(), parts, strict=True):
+        counter.copy_(part.view(counter.shape))
+
+
+@torch.no_grad()
+def take_from_first(transport: Transport, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give tensors the values that the first member has, in place."""
+    averageable = {name: tensor for name, tensor in tensors.items() if wire_dtype(tensor.dtype) is not None}
+    fragment = _fragment(averageable)
+    fragment.refuse_mesh_overlap(transport.members, transport.members[transport.position])
+    if fragment.problem is not None:
+        raise TopologyError(fragment.problem)
+    if len(transport.members) == 1:
+        return
+    for name, tensor in tensors.items():
+        if name not in averageable:
+            memory = tensor.contiguous()
+            transport.broadcast(memory, source=0)
+            tensor.copy_(memory)
+    for bucket in fragment.buckets(transport.capacity):
+        memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        bucket.pack(memory)
+        transport.broadcast(memory, source=0)
+        bucket.unpack(memory)
+
+
+def _fragment(tensors: Mapping[str, torch.Tensor]) -> Fragment:
+    names = list(tensors)
+    return Fragment(list(tensors.values()), label=lambda i: names[i])

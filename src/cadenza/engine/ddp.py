@@ -1,0 +1,53 @@
+"""What Cadenza asks of DistributedDataParallel: to average gradients during the warm-up, then to be silent."""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from cadenza.errors import UnsupportedModelError
+
+__all__ = ["average_bucket", "covers", "fall_silent", "widen"]
+
+
+def covers(ddp: DistributedDataParallel, ranks: Collection[int]) -> bool:
+    """Tell whether DDP averages over all the given ranks, or only inside a smaller group such as a host."""
+    return set(dist.get_process_group_ranks(ddp.process_group)) >= set(ranks)
+
+
+def fall_silent(ddp: DistributedDataParallel) -> None:
+    """Stop DDP from averaging gradients and broadcasting buffers."""
+    ddp.require_backward_grad_sync = False
+    ddp.require_forward_param_sync = False  # DDP itself only looks again after the next forward pass
+
+
+def widen(ddp: DistributedDataParallel, group: dist.ProcessGroup, *, while_true: Callable[[], bool]) -> None:
+    """Let a DDP of a smaller group average gradients over a larger one for as long as `while_true` says so."""
+    if ddp._comm_hooks:
+        raise UnsupportedModelError(
+            "The model's DistributedDataParallel spans fewer ranks than the strategy and has a communication hook of "
+            "its own, so its gradients cannot be averaged over all ranks during the warm-up. Register no hook, or use "
+            "warmup_steps=0."
+        )
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return average_bucket(bucket, group if while_true() else ddp.process_group)
+
+    ddp.register_comm_hook(None, hook)
+
+
+def average_bucket(bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients in place over a group, asynchronously."""
+    gradients = bucket.buffer().div_(group.size())
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    assert work is not None
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    return averaged
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor

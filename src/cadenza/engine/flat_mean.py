@@ -1,0 +1,108 @@
+"""The mean of flat copies, in any codec, while the parameters stay as they are until the result lands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cadenza.codecs import Codec, fp32
+from cadenza.common.norms import distance_squared
+from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
+from cadenza.engine.header import HEADER_BYTES, Header
+from cadenza.engine.opening import Scales, abandoning, mean_over, open_round
+from cadenza.engine.round_result import RoundResult
+from cadenza.engine.staged_exchange import exchange_staged
+from cadenza.errors import NotFiniteError, RoundAbortedError, TransportError
+from cadenza.participants.level_group import LevelGroup
+from cadenza.transports import Transport
+
+__all__ = ["FlatRound", "average_flat"]
+
+
+@dataclass
+class FlatRound:
+    """What is averaged, and how.
+
+    Attributes:
+        values: The flat values; the mean, afterwards.
+        codecs: How each of them is written.
+        residuals: What encoding has lost so far, where it is fed back. They change in place or, in an atomic round,
+            only when they are committed.
+        scales: What each contribution counts.
+        origins: Copies of the values, if the members' mean squared distance from the mean is to be measured.
+        exact: More flat values, averaged as they are, all members alike.
+    """
+
+    values: Sequence[torch.Tensor]
+    codecs: Sequence[Codec]
+    scales: Scales
+    residuals: Sequence[Residual] | None = None
+    origins: Sequence[torch.Tensor] | None = None
+    exact: Sequence[torch.Tensor] = ()
+
+
+def average_flat(
+    work: FlatRound, group: LevelGroup, header: Header, *, problem: str | None, describe: Callable[[], list[str]]
+) -> RoundResult:
+    """Replace flat values by their weighted mean over the members; nothing but them and the residuals changes.
+
+    Args:
+        work: What is averaged.
+        group: With whom.
+        header: What the others are told.
+        problem: What keeps this member from taking part, if something does.
+        describe: Says what this member holds, a line a tensor, should the members disagree.
+    """
+    started = time.perf_counter()
+    transport = group.transport
+    transport.next_round()
+    alone = len(transport.members) == 1
+    with torch.no_grad(), torch.profiler.record_function("cadenza::average_flat"), abandoning(transport):
+        headers = [header] if alone else open_round(transport, header, problem=problem, describe=describe)
+        if alone and problem is not None:
+            raise NotFiniteError(problem)
+        weighed, weights = work.scales.weigh(headers, transport.members)
+        members = tuple(transport.members)
+        result = RoundResult(headers, weighed, weights, members=members, position=transport.position)
+        result.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
+        try:
+            _exchange(work, group, header, result)
+        except TransportError as error:
+            raise RoundAbortedError(
+                f"The round at step {header.step} failed on its way; this rank's parameters are as they were, but "
+                f"other ranks may have finished it. Restore all of them from a checkpoint. {error}"
+            ) from error
+    result.wire_s = time.perf_counter() - started
+    return result
+
+
+def _exchange(work: FlatRound, group: LevelGroup, header: Header, result: RoundResult) -> None:
+    transport = group.transport
+    for i, flat in enumerate(work.values):
+        residual = work.residuals[i] if work.residuals else None
+        if residual is not None:
+            residual.begin(atomic=header.atomic)
+        result.exchanged.add(_mean(flat, group, work.codecs[i], result.weights, residual))
+    for flat in work.exact:
+        result.exchanged.add(exchange_mean(flat, transport, fp32(), weights=_equal(transport)))
+    if work.origins is not None:
+        pairs = zip(work.values, work.origins, strict=True)
+        result.spread2 = mean_over(transport, sum(distance_squared(flat, was) for flat, was in pairs), result.weights)
+
+
+def _mean(
+    flat: torch.Tensor, group: LevelGroup, codec: Codec, weights: Sequence[float], residual: Residual | None
+) -> Exchanged:
+    transport, stage = group.transport, group.stage
+    if stage is None:
+        return exchange_mean(flat, transport, codec, weights=weights, residual=residual)
+    inside = [weights[transport.members.index(rank)] for rank in stage.inside.members]
+    return exchange_staged(flat, stage, codec, weights=inside, residual=residual)
+
+
+def _equal(transport: Transport) -> list[float]:
+    members = len(transport.members)
+    return [1 / members] * members

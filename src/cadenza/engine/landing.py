@@ -1,0 +1,119 @@
+"""Landing a round: its result is written into the parameters, and what depends on them is brought up to date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from cadenza.engine.collectives import average_tensors, take_largest
+from cadenza.engine.layout import Layout
+from cadenza.engine.level_state import LevelState
+from cadenza.engine.pending import PendingRound
+from cadenza.engine.replica import Replica
+from cadenza.engine.reporting import Reporter
+from cadenza.engine.resolving import take_outer_step
+from cadenza.engine.round_result import RoundResult
+from cadenza.participants.base import FailedRound
+from cadenza.participants.level_group import LevelGroup
+
+__all__ = ["Landing"]
+
+
+class Landing:
+    """Lands the rounds of a replica."""
+
+    def __init__(self, replica: Replica, reporter: Reporter) -> None:
+        self._replica, self._reporter = replica, reporter
+        self._strategy, self._participants, self._state = replica.strategy, replica.participants, replica.state
+
+    def land(self, pending: PendingRound) -> float | None:
+        """Write a round's result into the parameters; return its drift, if it is known."""
+        started = time.perf_counter()
+        state = self._replica.level_state(pending.level, pending.fragment)
+        group = self._participants.group(pending.level, state.rounds)
+        result = pending.outcome.result()
+        if isinstance(result, FailedRound):
+            self.fail(pending, result)
+            return None
+        if pending.restarts:
+            landed = self._take_late_step(pending, state, result)
+        else:
+            landed = state.anchors if group.plan.anchored else pending.values
+            pending.write(landed)
+        self.bring_up_to_date(pending, landed, result, group)
+        for used in (pending.values, pending.origins or ()):
+            self._replica.spare.give_back(used)
+        self._participants.commit(pending.id, result.wire_s)
+        pending.stall_s += time.perf_counter() - started
+        self._reporter.landed(pending, result, group, self._state.clock)
+        return pending.drift
+
+    def fail(self, pending: PendingRound, failed: FailedRound) -> None:
+        """Report a round that failed; a worker whose own values were the reason starts anew from the anchor."""
+        pending.give_back()
+        if pending.own_left_out or failed.own_fault:
+            self._replica.view.reset_optimizer_state(pending.layout.names)
+            pending.layout.unpack(self._replica.level_state(pending.level, pending.fragment).anchors)
+        self._reporter.failed(pending, failed, self._participants.levels[pending.level], self._state.clock)
+
+    @torch.no_grad()
+    def _take_late_step(self, pending: PendingRound, state: LevelState, result: RoundResult) -> Sequence[torch.Tensor]:
+        """Take the outer step now, and move the parameters by as much as the anchor has moved."""
+        layout = pending.layout
+        before = [anchor.clone() for anchor in state.anchors]
+        now: Sequence[torch.Tensor] = ()
+        if state.plan.outer.needs_own:
+            now = [anchor.sub(flat) for anchor, flat in zip(state.anchors, layout.pack(), strict=True)]
+        take_outer_step(pending, state, result, now)
+        if pending.own_left_out:
+            layout.unpack(state.anchors)
+        else:
+            pending.origins = before
+            pending.write(state.anchors)
+        return state.anchors
+
+    def bring_up_to_date(
+        self,
+        pending: PendingRound,
+        landed: Layout | Sequence[torch.Tensor],
+        result: RoundResult,
+        group: LevelGroup,
+    ) -> None:
+        """Bring what depends on the parameters up to date: inner anchors, buffers, optimizer state, counts."""
+        number, fragment, state = pending.level, pending.fragment, self._state
+        level_state = self._replica.level_state(number, fragment)
+        level_state.rounds += 1
+        level_state.weighting_state = dict(result.weighed.state)
+        self._move_inner_anchors(pending, landed)
+        self._average_more(pending, group)
+        if pending.own_left_out:
+            self._replica.view.reset_optimizer_state(pending.layout.names)
+            level_state.forget_own_losses()
+        state.counts.note_round(number, fragment, pending.samples)
+        state.balance.learn(result.headers, result.position)
+        if number == len(self._strategy.levels) - 1:
+            state.counts.all_exhausted = all(header.exhausted for header in result.headers)
+            if not pending.alpha and not pending.late and not group.plan.outer.diverges:
+                state.counts.met_at[fragment] = state.clock
+
+    def _move_inner_anchors(self, pending: PendingRound, landed: Layout | Sequence[torch.Tensor]) -> None:
+        for inner in range(pending.level):
+            state = self._replica.level_state(inner, pending.fragment)
+            if state.plan.anchored:
+                state.fit(pending.layout, self._participants.levels[inner])
+                state.set_anchor(landed)
+
+    def _average_more(self, pending: PendingRound, group: LevelGroup) -> None:
+        """Average or reset what the strategy says beside the parameters: buffers, optimizer state."""
+        view, strategy, names = self._replica.view, self._strategy, pending.layout.names
+        if strategy.buffers and pending.fragment == 0:
+            average_tensors(group.transport, view.float_buffers(), step=self._state.moment)
+            take_largest(group.transport, view.counters())
+        if strategy.optimizer_state == "average":
+            average_tensors(group.transport, view.optimizer_tensors(names), step=self._state.moment)
+        elif strategy.optimizer_state == "reset":
+            view.reset_optimizer_state(names)
+        elif group.plan.outer.needs_inner_lr:
+            view.reset_momentum(names)

@@ -1,0 +1,102 @@
+"""How a fragment's parameters lie in flat tensors, and the memory that rounds use again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from cadenza.engine.packing import Bucket, Fragment
+
+__all__ = ["Layout", "SpareMemory"]
+
+_MOST_SPARE = 64 << 20  # bytes
+
+
+class Layout:
+    """A fragment's parameters as they lie in flat tensors ("strips"), now.
+
+    Args:
+        named: The parameters, by name.
+        home: Where the flat tensors are, if not beside the parameters.
+        align: Every tensor starts at a multiple of this many values; tiny neighbours share.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None, align: int = 1) -> None:
+        self.names = list(named)
+        self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {self.names[i]}")
+        self.strips, places = self.fragment.strips(home, align=align)
+        self.places = {self.names[position]: place for position, place in places.items()}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+
+    def pack(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
+        """Return flat copies of the values, in the memory that is given or in new one."""
+        flats = self.empty() if flats is None else flats
+        for strip, flat in zip(self.strips, flats, strict=True):
+            strip.pack(flat)
+        return flats
+
+    def unpack(self, flats: Sequence[torch.Tensor]) -> None:
+        """Write flat values into the parameters, in place."""
+        for strip, flat in zip(self.strips, flats, strict=True):
+            strip.unpack(flat)
+
+    def pieces(self, *flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield each parameter's own memory together with its part of each of the flat values."""
+        for i, strip in enumerate(self.strips):
+            yield from zip(strip.pieces, *(strip.places_in(values[i]) for values in flats), strict=True)
+
+    def slices(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter's name and its part of the flat values."""
+        for name, (strip, where) in self.places.items():
+            yield name, flats[strip][where]
+
+    def shapes(self, strip: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors in a strip, in their order; flat where a shard has another size."""
+        found = []
+        for name, (number, where) in self.places.items():
+            if number == strip:
+                size, shape = where.stop - where.start, self._shapes[name]
+                found.append(shape if torch.Size(shape).numel() == size else (size,))
+        return found
+
+    def empty(self) -> list[torch.Tensor]:
+        """Return memory for flat values."""
+        return [self._empty(strip) for strip in self.strips]
+
+    def _empty(self, strip: Bucket) -> torch.Tensor:
+        pinned = strip.device.type == "cpu" and any(piece.is_cuda for piece in strip.pieces)
+        return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device, pin_memory=pinned)
+
+
+class SpareMemory:
+    """Memory that rounds no longer need, kept for later ones while it is little: new memory is slow at its first use.
+
+    >>> spare, layout = SpareMemory(), Layout({"weight": torch.zeros(3)}, home=None)
+    >>> [flat] = first = spare.borrow(layout)
+    >>> spare.give_back(first); spare.borrow(layout)[0] is flat
+    True
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Sequence[torch.Tensor]] = []
+        self._lock = threading.Lock()  # the background thread uses it too
+
+    def borrow(self, layout: Layout) -> Sequence[torch.Tensor]:
+        """Return flat memory for a round: what an earlier one has given back, or new one."""
+        with self._lock:
+            for i, flats in enumerate(self._kept):
+                if len(flats) == len(layout.strips) and all(map(_fits, flats, layout.strips)):
+                    return self._kept.pop(i)
+        return layout.empty()
+
+    def give_back(self, flats: Sequence[torch.Tensor]) -> None:
+        """Keep memory, unless that would be much."""
+        with self._lock:
+            if flats and sum(flat.nbytes for kept in (*self._kept, flats) for flat in kept) <= _MOST_SPARE:
+                self._kept.append(flats)
+
+
+def _fits(flat: torch.Tensor, strip: Bucket) -> bool:
+    return flat.numel() == strip.numel and flat.dtype == strip.dtype and flat.device == strip.device

@@ -1,0 +1,176 @@
+"""This worker's copy of the model, with all that is remembered of it between rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cadenza.engine.balance import Balance
+from cadenza.engine.collectives import average_tensors, take_from_first
+from cadenza.engine.layout import Layout, SpareMemory
+from cadenza.engine.level_state import LevelState
+from cadenza.engine.model_view import ModelView, named
+from cadenza.engine.place import Place
+from cadenza.engine.run_state import RunState
+from cadenza.participants.base import Participants
+from cadenza.strategy import Strategy
+from cadenza.transports import Transport
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """The model as rounds see it: cut into fragments, laid out flat, with a memory for each level.
+
+    Attributes:
+        view: The model and its optimizers.
+        strategy: What is done with it.
+        participants: Who trains it together.
+        state: What the run remembers.
+        spare: Memory that rounds use again.
+    """
+
+    def __init__(self, view: ModelView, strategy: Strategy, participants: Participants) -> None:
+        self.view, self.strategy, self.participants = view, strategy, participants
+        self.state = RunState(Balance(strategy))
+        self.spare = SpareMemory()
+        self.weighting = strategy.faults.weighting(strategy.weighting)
+        self._home = torch.device("cpu") if strategy.offload else None
+        blocks = [plan.codec.block for plan in strategy.levels if plan.codec.aligned]
+        self._align = math.lcm(*blocks) if blocks else 1
+
+    def fragments(self) -> list[list[str]]:
+        """Return the names of each fragment's parameters, now."""
+        sizes = [(name, p.numel() * p.element_size()) for name, p in self.view.parameters().items()]
+        fragments = self.strategy.fragments.split(sizes)
+        self.state.fragment_count = len(fragments)
+        return fragments
+
+    def layout(self, fragment: int) -> Layout:
+        """Return how a fragment's parameters lie in flat tensors, now; new ones start from one value on all ranks."""
+        self.view.settle()
+        names = self.fragments()[fragment]
+        self._welcome(names)
+        layout = self.layout_of(named(self.view.parameters(), names))
+        for level in self.participants.levels:
+            layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
+        return layout
+
+    def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Return how some tensors lie in flat ones, whether or not they are trained now."""
+        return Layout(tensors, home=self._home, align=self._align)
+
+    def level_state(self, level: int, fragment: int) -> LevelState:
+        """Return what a level remembers of a fragment."""
+        known = self.state.levels
+        if (level, fragment) not in known:
+            schedule = self.strategy.schedules_of(fragment, self.state.fragment_count)[level]
+            known[level, fragment] = LevelState(self.strategy.levels[level], schedule, self.weighting)
+        return known[level, fragment]
+
+    def check_turns(self) -> None:
+        """Refuse more fragments than can take turns, before anything is changed."""
+        count = len(self.fragments())
+        for fragment in range(count):
+            self.strategy.schedules_of(fragment, count)
+
+    def fit_levels(self) -> None:
+        """Let every level take its anchors from the parameters, where it has none yet."""
+        for fragment in range(len(self.fragments())):
+            layout = self.layout(fragment)
+            for number, group in enumerate(self.participants.levels):
+                self.level_state(number, fragment).fit(layout, group)
+
+    @torch.no_grad()
+    def take_anchors(self) -> None:
+        """Give the parameters the values on which all have agreed."""
+        for (_, fragment), state in self.state.levels.items():
+            self.layout(fragment).unpack(state.anchors)
+
+    def start_from_anchors(self) -> None:
+        """Forget this worker's own progress: rounds in flight, and what the parameters have moved since."""
+        self.state.pending.clear()
+        self.take_anchors()
+
+    def place(self) -> Place:
+        """Return where this rank stands among the workers."""
+        return Place.of(self.view, self.participants.levels[-1])
+
+    def _welcome(self, names: Sequence[str]) -> None:
+        """Let parameters that are new, or trained for the first time, start from one value on all ranks: their mean.
+
+        Where workers come and go, they start from one value with everything else, and a round's fingerprint finds a
+        change.
+        """
+        new = [name for name in names if name not in self.state.known]
+        self.state.known.update(new)
+        if new and self.participants.always_together and self.state.clock > self.strategy.warmup_steps:
+            self.state.wait_for_pending()
+            outermost = self.participants.levels[-1]
+            average_tensors(outermost.transport, named(self.view.parameters(), new), step=self.state.moment)
+
+    # ---- what workers share (SharedState) --------------------------------------------------------------------------
+
+    def take_from_first(self, transport: Transport) -> None:
+        """Give the whole model the values that the first member of a transport has."""
+        take_from_first(transport, self.view.everything())
+
+    def refit(self) -> None:
+        """Make what is kept between rounds fit the members that have come together now."""
+        group = self.participants.levels[0]
+        for fragment in range(len(self.fragments())):
+            state = self.level_state(0, fragment)
+            state.fit(self.layout(fragment), group)
+            state.refit(group.transport)
+
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        """Return anchors, outer state and what is not trained, by name, in one order."""
+        found: dict[str, torch.Tensor] = {}
+        for (number, fragment), state in sorted(self.state.levels.items()):
+            for i, anchor in enumerate(state.anchors):
+                found[f"{number}/{fragment}/{i}/anchor"] = anchor
+            for i, outer in enumerate(state.outer_states):
+                for key in sorted(outer):
+                    found[f"{number}/{fragment}/{i}/outer/{key}"] = outer[key]
+        trained = self.view.parameters().keys()
+        for name, tensor in self.view.everything().items():
+            if name not in trained and tensor.numel():
+                found[f"model/{name}"] = tensor
+        return found
+
+    def shared_facts(self) -> dict[str, Any]:
+        """Return the clock and the schedules' state."""
+        levels = {f"{number}/{fragment}": state.facts() for (number, fragment), state in self.state.levels.items()}
+        return {"clock": self.state.clock, "levels": levels}
+
+    @torch.no_grad()
+    def adopt(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, new: bool) -> None:
+        """Take the others' state; own progress since the last common anchor is kept: x ← anchor_new + (x − anchor_old).
+
+        So the work of a worker that comes back counts in the next round, unless it is not finite.
+        """
+        self.state.pending.clear()
+        progress = {} if new else {key: self._progress(*key) for key in self.state.levels}
+        for name, tensor in self.shared_tensors().items():
+            if new or not name.startswith("model/"):  # buffers of a worker that comes back are its own
+                tensor.copy_(tensors[name].view(tensor.shape))
+        for key, told in facts["levels"].items():
+            number, fragment = map(int, key.split("/"))
+            state = self.state.levels[number, fragment]
+            state.set_facts(told)
+            layout = self.layout(fragment)
+            moved = progress.get((number, fragment))
+            if moved is None or not all(bool(flat.isfinite().all()) for flat in moved):
+                layout.unpack(state.anchors)
+            else:
+                layout.unpack([flat.add_(anchor) for flat, anchor in zip(moved, state.anchors, strict=True)])
+        self.state.clock = facts["clock"]
+
+    def _progress(self, number: int, fragment: int) -> list[torch.Tensor]:
+        """Return how far the parameters are from their anchor."""
+        state = self.state.levels[number, fragment]
+        flats = self.layout(fragment).pack()
+        return [flat.sub_(anchor) for flat, anchor in zip(flats, state.anchors, strict=True)]

@@ -1,0 +1,79 @@
+"""What observers are told of a round."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from cadenza.common.wording import name_workers
+from cadenza.engine.exchange import Exchanged
+from cadenza.engine.pending import PendingRound
+from cadenza.engine.round_result import RoundResult
+from cadenza.observers import Observer, notify
+from cadenza.participants.base import FailedRound
+from cadenza.participants.level_group import LevelGroup
+from cadenza.reports import RoundReport
+
+__all__ = ["Reporter"]
+
+_logger = logging.getLogger("cadenza")
+
+
+class Reporter:
+    """Tells observers of rounds, landed or failed."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = list(observers)
+
+    def landed(self, pending: PendingRound, result: RoundResult, group: LevelGroup, clock: int) -> None:
+        """Tell of a round that has landed."""
+        reason = ""
+        if result.left_out:
+            workers = name_workers(result.left_out)
+            reason = f"the contribution of {workers} was left out: not finite, or far larger than the others'"
+            _logger.warning("Worker %d: %s", result.members[result.position], reason)
+        self._tell(
+            pending,
+            group,
+            clock,
+            result.exchanged,
+            wire_s=result.wire_s,
+            drift=pending.drift,
+            weights=tuple(result.weights),
+            participants=result.members,
+            reason=reason,
+        )
+
+    def failed(self, pending: PendingRound, failed: FailedRound, group: LevelGroup, clock: int) -> None:
+        """Tell of a round that has failed, and changed nothing."""
+        self._tell(
+            pending,
+            group,
+            clock,
+            Exchanged(),
+            weights=(),
+            participants=(),
+            reason=failed.reason,
+            absent=failed.absent,
+            kind="failed",
+        )
+
+    def _tell(self, pending: PendingRound, group: LevelGroup, clock: int, done: Exchanged, **figures: Any) -> None:
+        report = RoundReport(
+            step=pending.step,
+            level=pending.level,
+            level_name=group.name,
+            fragment=pending.fragment,
+            fragment_name=f"fragment {pending.fragment}",
+            bytes_sent=done.bytes_sent,
+            encoded_bytes=done.encoded_bytes,
+            raw_bytes=done.raw_bytes,
+            stall_s=pending.stall_s,
+            delay=clock - pending.step,
+            codec=group.plan.codec.name,
+            codec_error=math.sqrt(done.error2 / done.norm2) if done.norm2 else None,
+            **{"wire_s": 0.0, "drift": None, **figures},
+        )
+        notify(self.observers, report)

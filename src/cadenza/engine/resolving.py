@@ -1,0 +1,146 @@
+"""What happens between launch and landing: exchange, agree and, where nothing stands against it, the outer step.
+
+It needs no parameters, so it runs in a background thread where the strategy has a delay, and the training loop only
+packs at the launch and unpacks at the landing. It may change the anchor there: a fragment has at most one round in
+flight, and nobody else reads the anchor before that has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cadenza.common.norms import difference, norm_squared
+from cadenza.engine.drift import drift_of_differences, drift_of_values
+from cadenza.engine.finiteness import problem_of
+from cadenza.engine.flat_mean import FlatRound, average_flat
+from cadenza.engine.header import Header
+from cadenza.engine.layout import SpareMemory
+from cadenza.engine.level_state import LevelState, OuterInputs
+from cadenza.engine.opening import Scales
+from cadenza.engine.pending import PendingRound
+from cadenza.engine.round_result import RoundResult
+from cadenza.participants.base import FailedRound, Participants
+from cadenza.participants.level_group import LevelGroup
+
+__all__ = ["Resolver", "take_outer_step"]
+
+
+@dataclass
+class Resolver:
+    """Takes a launched round to its result.
+
+    Attributes:
+        pending: The round; its values are used up.
+        group: Who meets, and how.
+        state: What the level remembers of the fragment.
+        header: What the others are told, but for the norm, which is found here.
+        problem: What keeps this worker from taking part, if something does.
+        scales: What each contribution counts.
+        measures_drift: Whether to measure the drift.
+        participants: Who agrees on the result.
+        spare: Memory to use.
+    """
+
+    pending: PendingRound
+    group: LevelGroup
+    state: LevelState
+    header: Header
+    problem: str | None
+    scales: Scales
+    measures_drift: bool
+    participants: Participants
+    spare: SpareMemory
+
+    @torch.no_grad()
+    def resolve(self) -> RoundResult | FailedRound:
+        """Exchange the values and, once that has succeeded, make the new anchor of them."""
+        pending, plan = self.pending, self.group.plan
+        anchored = plan.anchored
+        late_mean = pending.late and plan.outer.plain
+        spread = self.measures_drift and not anchored
+        origins, norm2 = self._take_differences(late_mean) if anchored else self._copy_values(late_mean or spread)
+        work = FlatRound(
+            pending.values,
+            self.state.codecs,
+            self.scales,
+            residuals=self.state.residuals,
+            origins=origins if spread else None,
+            exact=pending.anchor_means,
+        )
+        header, problem = self._checked(replace(self.header, norm2=norm2, atomic=self.participants.atomic), norm2)
+        describe = pending.layout.fragment.describe
+        result = self.participants.agree(
+            pending.id, lambda: average_flat(work, self.group, header, problem=problem, describe=describe)
+        )
+        if isinstance(result, FailedRound):
+            return result
+        pending.origins = origins if late_mean else None
+        self._finish(result)
+        return result
+
+    def _take_differences(self, late_mean: bool) -> tuple[Sequence[torch.Tensor] | None, float]:
+        """Turn the packed values into differences from the anchor; return copies of the values if they are needed."""
+        pending, anchors = self.pending, self.state.anchors
+        packed = pending.values
+        values = self.spare.borrow(pending.layout) if late_mean else packed
+        both = zip(anchors, packed, values, strict=True)
+        norm2 = sum(difference(anchor, flat, out=out) for anchor, flat, out in both)
+        pending.values = values
+        outer = self.group.plan.outer
+        if outer.needs_own or (pending.restarts and self.participants.atomic):
+            pending.own = [flat.clone() for flat in values]
+        if outer.needs_anchor_mean:
+            pending.anchor_means = [anchor.clone() for anchor in anchors]
+        return packed if late_mean else None, norm2
+
+    def _copy_values(self, needed: bool) -> tuple[Sequence[torch.Tensor] | None, float]:
+        values = self.pending.values
+        return [flat.clone() for flat in values] if needed else None, norm_squared(*values)
+
+    def _checked(self, header: Header, norm2: float) -> tuple[Header, str | None]:
+        """Find out whether this worker can take part; where a round may fail, its bad values become zeros."""
+        problem = self.problem or problem_of(self.pending.layout.fragment, norm2, self.pending.step, self._culprit)
+        if problem is None or not self.participants.atomic:
+            return header, problem
+        for flat in self.pending.values:
+            flat.zero_()
+        return replace(header, weight=0.0, norm2=0.0, faulty=True), None
+
+    def _culprit(self) -> str | None:
+        """Name the first parameter whose values are not finite."""
+        slices = self.pending.layout.slices(self.pending.values)
+        return next((f"parameter {name}" for name, part in slices if not part.isfinite().all()), None)
+
+    def _finish(self, result: RoundResult) -> None:
+        pending, plan = self.pending, self.group.plan
+        if self.measures_drift and plan.anchored:
+            pending.drift = drift_of_differences(result, self.state.anchors, pending.values)
+        elif self.measures_drift:
+            pending.drift = drift_of_values(result, pending.values)
+        if plan.anchored and not pending.restarts:
+            take_outer_step(pending, self.state, result)
+            self.spare.give_back(pending.values)
+            pending.values = ()
+        if result.own_left_out:
+            pending.origins, pending.alpha, pending.own_left_out = None, 0.0, True
+
+
+@torch.no_grad()
+def take_outer_step(
+    pending: PendingRound, state: LevelState, result: RoundResult, now: Sequence[torch.Tensor] = ()
+) -> None:
+    """Make the new anchor of the mean difference; without one where nobody had anything to add."""
+    if result.weightless:
+        state.take(pending.values)
+        return
+    inputs = OuterInputs(
+        pending.inner_lrs,
+        members=len(result.members),
+        own=pending.own,
+        now=now,
+        anchor_means=pending.anchor_means,
+    )
+    state.update(pending.values, inputs)

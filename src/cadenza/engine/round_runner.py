@@ -1,0 +1,238 @@
+"""Launching and landing: a launch takes copies of the values and sends them on their way, a landing writes the result.
+
+A launch runs in a background thread if the level has a delay. When a round runs is a pure function of the clock, so all
+ranks decide alike; who is in it is the participants' business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from cadenza.engine.drift import drift
+from cadenza.engine.finiteness import problem_of
+from cadenza.engine.header import Header, mark
+from cadenza.engine.in_place_mean import average_in_place
+from cadenza.engine.landing import Landing
+from cadenza.engine.layout import Layout
+from cadenza.engine.opening import Scales
+from cadenza.engine.pending import PendingRound
+from cadenza.engine.replica import Replica
+from cadenza.engine.reporting import Reporter
+from cadenza.engine.resolving import Resolver
+from cadenza.errors import NotFiniteError
+from cadenza.participants.base import Admission, FailedRound
+from cadenza.participants.level_group import LevelGroup
+from cadenza.participants.round_id import RoundId
+from cadenza.schedules import largest_due
+
+__all__ = ["RoundRunner"]
+
+
+class RoundRunner:
+    """Runs the rounds of a replica."""
+
+    def __init__(self, replica: Replica, reporter: Reporter) -> None:
+        self._replica, self._reporter = replica, reporter
+        self._strategy, self._participants, self._state = replica.strategy, replica.participants, replica.state
+        self._landing = Landing(replica, reporter)
+        delayed = any(self._strategy.delay_of(level) for level in range(len(self._strategy.levels)))
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="cadenza") if delayed else None
+
+    # ---- what is due -----------------------------------------------------------------------------------------------
+
+    def land_due(self) -> None:
+        """Land the rounds whose time has come."""
+        for fragment in [f for f, pending in self._state.pending.items() if pending.land_at <= self._state.clock]:
+            pending = self._state.pending.pop(fragment)
+            self._replica.level_state(pending.level, fragment).learn_drift(self._landing.land(pending))
+
+    def land_all(self) -> None:
+        """Land what is in flight."""
+        for fragment in sorted(self._state.pending):
+            self._landing.land(self._state.pending.pop(fragment))
+
+    def launch_due(self, n: int, *, after: int = -1) -> None:
+        """Run the rounds that are due after local step `n`, of the fragments after a given one."""
+        fragment = after
+        while (fragment := fragment + 1) < self._state.fragment_count:  # a round may find that there are more
+            levels = [self._replica.level_state(level, fragment) for level in range(len(self._strategy.levels))]
+            due = [state.schedule.is_due(n, state.schedule_state) for state in levels]
+            level = largest_due(due)
+            if level is None:
+                continue
+            if fragment in self._state.pending:  # a delay that a changing period has overtaken
+                self._landing.land(self._state.pending.pop(fragment))
+            drift = self.run(level, fragment, delay=self._strategy.delay_of(level), alpha=self._strategy.alpha)
+            for state, was_due in zip(levels, due, strict=True):
+                if was_due:
+                    state.count_round(n, drift)
+
+    def come_to(self, round: RoundId) -> None:
+        """Come to a round that the others hold, at whatever step this worker is, and go on from theirs."""
+        self._state.clock = round.step
+        n = self._state.clock - self._strategy.warmup_steps
+        if round.phase:
+            self.run_last(range(round.fragment, self._state.fragment_count), round.phase)
+            return
+        drift = self.run(0, round.fragment, delay=self._strategy.delay_of(0), alpha=self._strategy.alpha)
+        self._replica.level_state(0, round.fragment).count_round(n, drift)
+        self.launch_due(n, after=round.fragment)
+
+    def run_last(self, fragments: Iterable[int], phase: int) -> bool:
+        """Hold the last round of some fragments; return whether all workers hold equal values now.
+
+        In phase 0 all workers know alike which fragments need none.
+        """
+        self._state.phase = phase
+        fragments = list(fragments)
+        try:
+            self.land_all()
+            for fragment in fragments:
+                if phase or self._state.counts.met_at.get(fragment) != self._state.clock:
+                    self.run(len(self._strategy.levels) - 1, fragment, delay=0, alpha=0.0)
+        finally:
+            self._state.phase = 0
+        return all(self._state.counts.met_at.get(fragment) == self._state.clock for fragment in fragments)
+
+    def close(self) -> None:
+        """Let go of the thread and of rounds in flight."""
+        if self._background is not None:
+            self._background.shutdown(wait=False, cancel_futures=True)
+        self._state.pending.clear()
+
+    # ---- one round -------------------------------------------------------------------------------------------------
+
+    def run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
+        """Launch a round and, without a delay, land it; return its drift if that is known already."""
+        started = time.perf_counter()
+        layout = self._replica.layout(fragment)
+        if not self._is_admitted(fragment, layout, started):
+            return None
+        state = self._replica.level_state(number, fragment)
+        group = self._participants.group(number, state.rounds)
+        plan = group.plan
+        if group.alone and not plan.anchored and number < len(self._strategy.levels) - 1:
+            return 0.0  # nobody to meet, and nothing to remember
+        if not delay and not plan.anchored and group.stage is None:
+            return self._average_now(number, fragment, group, layout)
+        pending = self._launch(number, fragment, group, layout, delay=delay, alpha=alpha)
+        pending.stall_s = time.perf_counter() - started
+        if delay:
+            self._state.pending[fragment] = pending
+            return None
+        return self._landing.land(pending)
+
+    def _is_admitted(self, fragment: int, layout: Layout, started: float) -> bool:
+        """Come together with the others for a round; False if there is nothing more to do for it."""
+        participants, state = self._participants, self._state
+        if not participants.always_together:
+            state.wait_for_pending()  # who is there may change, and with it the group that carries what is in flight
+        id = RoundId(state.clock, state.phase, fragment)
+        settled = bool(state.phase) and state.counts.met_at.get(fragment) == state.clock
+        found = participants.admit(id, layout.fragment.digest.hex(), settled=settled)
+        if isinstance(found, Admission):
+            if found.catching_up:
+                self.land_all()  # so that there is one state to give, and one place from which to count progress
+            found = participants.catch_up(self._replica) or found
+        if isinstance(found, FailedRound):
+            pending = PendingRound(id, 0, state.clock, layout)
+            pending.stall_s = time.perf_counter() - started
+            self._landing.fail(pending, found)
+            return False
+        if found.settled:  # the others hold the result of this step's round already
+            layout.unpack(self._replica.level_state(0, fragment).anchors)
+            state.counts.met_at[fragment] = state.clock
+        return not found.settled
+
+    @torch.no_grad()
+    def _launch(
+        self, number: int, fragment: int, group: LevelGroup, layout: Layout, *, delay: int, alpha: float
+    ) -> PendingRound:
+        state, plan = self._replica.level_state(number, fragment), group.plan
+        state.fit(layout, group)
+        pending = PendingRound(
+            RoundId(self._state.clock, self._state.phase, fragment),
+            number,
+            self._state.clock + delay,
+            layout,
+            values=layout.pack(self._replica.spare.borrow(layout)),
+            alpha=0.0 if plan.outer.plain else alpha,
+            restarts=bool(delay) and self._strategy.restarts(number),
+            inner_lrs=self._replica.view.inner_lrs(),
+            samples=self._state.counts.samples,
+        )
+        weight, problem = self._weight(number, fragment)
+        resolver = Resolver(
+            pending,
+            group,
+            state,
+            self._header(layout, number, fragment, weight),
+            problem,
+            self._scales(number, fragment),
+            self._strategy.measures_drift and not self._strategy.balanced,
+            self._participants,
+            self._replica.spare,
+        )
+        if pending.restarts:
+            layout.unpack(state.anchors)
+        if self._background is not None and delay:
+            pending.outcome = self._background.submit(resolver.resolve)
+        else:
+            self._state.wait_for_pending()
+            pending.outcome.set_result(resolver.resolve())
+        return pending
+
+    def _average_now(self, number: int, fragment: int, group: LevelGroup, layout: Layout) -> float | None:
+        """Average the fragment in place, bucket by bucket: no copies, so only the lanes are extra memory."""
+        started = time.perf_counter()
+        self._state.wait_for_pending()
+        tensors = layout.fragment
+        norm2 = tensors.norm2()
+        weight, problem = self._weight(number, fragment)
+        problem = problem or problem_of(tensors, norm2, self._state.clock, tensors.first_not_finite)
+        if group.alone and problem is not None:
+            raise NotFiniteError(problem)
+        header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
+        spread, scales = self._strategy.measures_drift, self._scales(number, fragment)
+        with torch.no_grad():
+            result = average_in_place(tensors, group.transport, header, problem=problem, scales=scales, spread=spread)
+        id = RoundId(self._state.clock, self._state.phase, fragment)
+        pending = PendingRound(id, number, self._state.clock, layout, samples=self._state.counts.samples)
+        self._landing.bring_up_to_date(pending, layout, result, group)
+        pending.drift = drift(result.spread2, tensors.norm2()) if spread else None
+        pending.stall_s = time.perf_counter() - started
+        self._reporter.landed(pending, result, group, self._state.clock)
+        return pending.drift
+
+    # ---- what a round is told --------------------------------------------------------------------------------------
+
+    def _scales(self, level: int, fragment: int) -> Scales:
+        state = self._replica.level_state(level, fragment).weighting_state
+        return Scales(self._replica.weighting, state, per_step=self._strategy.balanced)
+
+    def _header(self, layout: Layout, level: int, fragment: int, weight: float) -> Header:
+        balance = self._state.balance
+        return Header(
+            self._state.moment,
+            mark(layout.fragment.digest, level, fragment),
+            able=True,
+            exhausted=self._state.counts.exhausted,
+            weight=weight,
+            speed=balance.speed(),
+            steps=balance.steps,
+        )
+
+    def _weight(self, level: int, fragment: int) -> tuple[float, str | None]:
+        """Return what this worker says it counts, and what is wrong with it if something is."""
+        counts = self._state.counts
+        if counts.exhausted or self._participants.idle:
+            return 0.0, None
+        try:
+            return self._replica.weighting.own(counts.since_last_round(level, fragment)), None
+        except ValueError as error:  # all ranks shall raise, not only this one
+            return 0.0, str(error)

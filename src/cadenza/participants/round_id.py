@@ -1,0 +1,29 @@
+"""The name of a round, the same on all workers that come to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["RoundId"]
+
+
+@dataclass(frozen=True, order=True)
+class RoundId:
+    """Names a round, in the order in which rounds are held: at which step, and of which fragment.
+
+    `phase` counts the rounds of a fragment at one step: 0 for the regular one, more for attempts at the end of a run.
+
+    >>> RoundId.parse(str(RoundId(100, 0, 2)))
+    RoundId(step=100, phase=0, fragment=2)
+    """
+
+    step: int
+    phase: int = 0
+    fragment: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> RoundId:
+        return cls(*map(int, text.split(".")))
+
+    def __str__(self) -> str:
+        return f"{self.step}.{self.phase}.{self.fragment}"
