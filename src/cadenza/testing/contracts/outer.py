@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ def _check_slices(contract: Contract, outer: Outer, dtype: torch.dtype, cuts: li
 
 def _check_direction(contract: Contract, outer: Outer) -> None:
     anchor, delta = _values(0), _values(1)
-    outer.update(anchor, delta.clone(), outer.init(anchor), rounds=0, inner_lr=0.1, own=delta, anchor_mean=_values(0))
+    outer.update(anchor, delta.clone(), outer.init(anchor), rounds=0, **_told(delta, delta, _values(0)))
     moved = _values(0) - anchor
     contract.holds(float(torch.dot(moved, delta)) > 0, "a fresh anchor moves towards the mean, against delta")
 
@@ -108,12 +109,16 @@ def _check_plain(contract: Contract, outer: Outer) -> None:
 def _check_needs(contract: Contract, outer: Outer) -> None:
     """Check that what an update needs is asked for, and that nothing else is."""
     needs = {"inner_lr": outer.needs_inner_lr, "own": outer.needs_own, "anchor_mean": outer.needs_anchor_mean}
-    given = {"inner_lr": 0.1, "own": _values(2), "anchor_mean": _values(3)}
+    given: dict[str, dict[str, Any]] = {
+        "inner_lr": {"inner_lr": 0.1},
+        "own": {"own": _values(2), "now": _values(4), "members": 2},
+        "anchor_mean": {"anchor_mean": _values(3)},
+    }
     for name in needs:
-        rest = {other: given[other] for other in given if other != name and needs[other]}
+        rest = {key: value for other in given if other != name and needs[other] for key, value in given[other].items()}
         anchor = _values(0)
         try:
-            outer.update(anchor, _values(1), outer.init(anchor), rounds=0, **rest)  # type: ignore[arg-type]
+            outer.update(anchor, _values(1), outer.init(anchor), rounds=0, **rest)
             refused = False
         except ValueError:
             refused = True
@@ -128,10 +133,11 @@ def _check_own(contract: Contract, outer: Outer) -> None:
     """Check that workers end with one anchor, unless the update says that they do not."""
     results = []
     for seed in (2, 5):
-        anchor, own, anchor_mean = _values(0), _values(seed), _values(3)
-        outer.update(anchor, _values(1), outer.init(anchor), rounds=0, inner_lr=0.1, own=own, anchor_mean=anchor_mean)
-        kept = torch.equal(own, _values(seed)) and torch.equal(anchor_mean, _values(3))
-        contract.holds(kept, "update leaves own and anchor_mean alone")
+        anchor, own, now, anchor_mean = _values(0), _values(seed), _values(seed + 1), _values(8)
+        outer.update(anchor, _values(1), outer.init(anchor), rounds=0, **_told(own, now, anchor_mean))
+        pairs = ((own, seed), (now, seed + 1), (anchor_mean, 8))
+        kept = all(torch.equal(tensor, _values(origin)) for tensor, origin in pairs)
+        contract.holds(kept, "update leaves own, now and anchor_mean alone")
         results.append(anchor)
     same = torch.equal(*results)
     contract.holds(same or outer.needs_own, "without needs_own, a worker's own difference changes nothing")
@@ -147,9 +153,7 @@ def _check_threads(contract: Contract, outer: Outer) -> None:
             state = outer.init(anchor)
             for n in range(3):
                 delta = _values(n, numel=_MANY)
-                outer.update(
-                    anchor, delta, state, rounds=n, inner_lr=0.1, own=delta.clone(), anchor_mean=anchor.clone()
-                )
+                outer.update(anchor, delta, state, rounds=n, **_told(delta.clone(), delta.clone(), anchor.clone()))
             results.append(anchor)
     finally:
         torch.set_num_threads(threads)
@@ -163,8 +167,13 @@ def _run(outer: Outer, anchor: torch.Tensor, state: State, rounds: Iterable[int]
 
 
 def _update(outer: Outer, anchor: torch.Tensor, delta: torch.Tensor, state: State, n: int, span: slice) -> None:
-    own, mean = (_values(seed + n, anchor.dtype)[span] for seed in (200, 300))
-    outer.update(anchor, delta, state, rounds=n, inner_lr=0.1 / (1 + n), own=own, anchor_mean=mean)
+    own, now, mean = (_values(seed + n, anchor.dtype)[span] for seed in (200, 300, 400))
+    outer.update(anchor, delta, state, rounds=n, **_told(own, now, mean, inner_lr=0.1 / (1 + n)))
+
+
+def _told(own: torch.Tensor, now: torch.Tensor, anchor_mean: torch.Tensor, *, inner_lr: float = 0.1) -> dict[str, Any]:
+    """Return all that an update may be told beside the mean, in a round of two workers."""
+    return {"inner_lr": inner_lr, "own": own, "now": now, "members": 2, "anchor_mean": anchor_mean}
 
 
 def _same(one: State, other: State) -> bool:
