@@ -482,7 +482,7 @@ def steps_apart() -> Any:
     sync = cadenza.attach(model, inner, cadenza.local_sgd(2))
     sync.step()
     if dist.get_rank() == 1:
-        sync.clock += 2
+        sync.replica.state.clock += 2
     before = values(model)
     return outcome(sync.step), torch.equal(values(model), before)
 
