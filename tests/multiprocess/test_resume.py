@@ -216,7 +216,7 @@ def without_the_state(name: str, stop: int) -> bool:
     anew = Run(name)
     anew.model.load_state_dict(kept[0])
     anew.optimizer.load_state_dict(kept[1])
-    anew.sync.clock = stop
+    anew.sync.replica.state.clock = stop
     return same_bits(straight.go(STEPS)[-1], anew.go(STEPS)[-1])
 
 

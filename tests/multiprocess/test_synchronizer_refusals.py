@@ -14,7 +14,7 @@ from torch import nn
 
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs
-from cadenza.engine import synchronizer
+import cadenza.engine.attach
 from support.models import CASES
 from support.ranks import RankPool, outcome
 from support.training import everyone, momentum_sgd, one_number, values
@@ -94,7 +94,7 @@ def test_only_the_first_difference_of_strategies_is_told(ranks: RankPool) -> Non
 
 def with_another_version() -> Any:
     version = "9.9.9" if dist.get_rank() == 2 else cadenza.__version__
-    with patch.object(synchronizer, "__version__", version):
+    with patch.object(cadenza.engine.attach, "__version__", version):
         return try_to_attach(mlp(), cadenza.diloco(4))
 
 
@@ -482,7 +482,7 @@ def steps_apart() -> Any:
     sync = cadenza.attach(model, inner, cadenza.local_sgd(2))
     sync.step()
     if dist.get_rank() == 1:
-        sync.clock += 2
+        sync.replica.state.clock += 2
     before = values(model)
     return outcome(sync.step), torch.equal(values(model), before)
 

@@ -15,6 +15,7 @@ from cadenza.errors import NotInitializedError
 __all__ = [
     "all_gather_single",
     "control_device",
+    "count_groups",
     "find_groups",
     "is_member",
     "name_groups",
@@ -74,6 +75,15 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def count_groups() -> int:
+    """Return how many process groups this process has; torch makes it part of a new group's name.
+
+    >>> count_groups()
+    0
+    """
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 @dataclass(frozen=True)

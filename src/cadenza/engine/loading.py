@@ -6,6 +6,7 @@ So whoever loads more than this can check all of it first.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from cadenza.errors import CheckpointError
 from cadenza.version import __version__
 
 __all__ = ["Restoration", "prepare", "read_json"]
+
+_EXPLICIT_GROUPS = re.compile(r"\.groups: \(\(.*")
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def _entry_of(worker: int, entries: Mapping[int, _Saved]) -> _Saved:
 def _check_terms(replica: Replica, meta: Mapping[str, Any], place: Place) -> None:
     then, now = meta["strategy"], identity(replica.strategy)
     if len(meta["workers"]) != len(place.workers):  # explicit groups cannot be the same
-        then, now = ([line for line in lines if ".groups[" not in line] for lines in (then, now))
+        then, now = ([_EXPLICIT_GROUPS.sub(".groups: explicit", line) for line in lines] for lines in (then, now))
     _compare("strategy", then, now, mend="Attach the strategy of that run")
     parameters = describe_parameters(replica.view)
     _compare("model", meta["parameters"], parameters, mend="Build, freeze and shard the model as it was")

@@ -55,7 +55,7 @@ class Replica:
         names = self.fragments()[fragment]
         self._welcome(names)
         layout = self.layout_of(named(self.view.parameters(), names))
-        for level in self.participants.levels:
+        for level in (level for level in self.participants.levels if level.connected):
             layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
         return layout
 

@@ -50,6 +50,11 @@ class LevelGroup:
         self._transport = transport
 
     @property
+    def connected(self) -> bool:
+        """Whether the members have come together yet."""
+        return self._transport is not None
+
+    @property
     def alone(self) -> bool:
         """Whether this worker is the only member."""
         return len(self.transport.members) == 1

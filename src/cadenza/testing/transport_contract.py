@@ -170,6 +170,7 @@ def check_bytes(transport: Transport) -> None:
         _check_gather(transport, lane, size, base=100)
         _check_gather(transport, lane, size, base=200)  # without a scatter before it
         _check_scatter(transport, lane, size)
+        transport.exchange(b"\0")()  # no gather follows, so this says that the rows have been read
 
 
 def check_abandoned(transport: Transport) -> None:

@@ -76,7 +76,11 @@ class Lane(Protocol):
         ...
 
     def scattered(self) -> torch.Tensor:
-        """Wait for and return the rows that the members sent to this one, in their order."""
+        """Wait for and return the rows that the members sent to this one, in their order.
+
+        They may lie in the senders' memory: after a `scattered` that no gather follows, the members exchange something
+        before one of them packs for a mean again.
+        """
         ...
 
     def gather(self, size: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from cadenza.common.process_groups import resolve, store_of, timeout_of
+from cadenza.common.process_groups import count_groups, resolve, store_of, timeout_of
 from cadenza.errors import NotInitializedError
 from cadenza.topology import hosts_of
 from cadenza.transports import Transport, connect
@@ -65,7 +65,7 @@ class C10dGroup:
 
     def _count_groups_alike(self, ranks: Sequence[int]) -> None:
         """Make as many groups on each of the ranks: torch names a group by its ranks and by how many groups exist."""
-        store, mine = self.store, len(dist.distributed_c10d._world.pg_names)
+        store, mine = self.store, count_groups()
         place = "cadenza/groups/" + hashlib.blake2b(str(sorted(ranks)).encode(), digest_size=16).hexdigest()
         visit = store.add(f"{place}/visits/{self._rank}", 1)
         store.set(f"{place}/{visit}/{self._rank}", str(mine))
