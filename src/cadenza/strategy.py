@@ -122,7 +122,7 @@ class LevelPlan:
         if self.codec.shaped and not (self.codec.sparse and isinstance(self.codec, ShapedCodec)):
             raise ValueError(
                 f"{self.codec.name} asks for the tensors' shapes, so its values are gathered, not reduced: it must be "
-                "sparse and have for_shapes(); see cadenza.codecs.ShapedCodec."
+                "sparse and have for_shapes() and split(); see cadenza.codecs.ShapedCodec."
             )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +39,9 @@ def check_codec(codec: Codec) -> None:
         for name, values in _samples(codec).items():
             _check_values(contract, _for(codec, values.numel()), name, values)
         _check_threads(contract, _for(codec, _LARGE))
-        if not codec.shaped:
+        if codec.shaped:
+            _check_split(contract, codec)
+        else:
             _check_blocks(contract, codec)
         _check_feedback(contract, codec)
     _check_scratch(contract, codec)
@@ -52,7 +54,7 @@ def _check_members(contract: Contract, codec: Codec) -> None:
     contract.holds(bool(codec.name), "it has a name for reports")
     if codec.shaped:
         able = isinstance(codec, ShapedCodec) and codec.sparse
-        contract.holds(able, "a shaped codec is sparse and has for_shapes()")
+        contract.holds(able, "a shaped codec is sparse and has for_shapes() and split()")
     contract.holds(_for(codec, 0).encoded_bytes(0) == 0, "no values take no bytes")
 
 
@@ -62,11 +64,11 @@ def _check_bytes(contract: Contract, codec: Codec, numel: int) -> None:
     buffers = [torch.full((size + 2,), filling, dtype=torch.uint8) for filling in (0, 255)]
     for buffer in buffers:
         codec.encode(values, buffer[1:-1])
+        contract.holds(torch.equal(values, _normal(numel)), "encoding leaves the values alone")
     same = torch.equal(buffers[0][1:-1], buffers[1][1:-1])
     contract.holds(same, f"every one of encoded_bytes({numel}) is written; some kept what was there")
     edges = [buffer[[0, -1]].tolist() for buffer in buffers]
     contract.holds(edges == [[0, 0], [255, 255]], f"nothing is written outside of encoded_bytes({numel})")
-    contract.holds(torch.equal(values, _normal(numel)), "encoding leaves the values alone")
     data, total = buffers[0][1:-1].clone(), start.clone()
     codec.decode_add(data, total, 0.3)
     expected = start + 0.3 * _decoded(codec, data, numel)
@@ -127,6 +129,20 @@ def _check_blocks(contract: Contract, codec: Codec) -> None:
         back = _returned(codec, values)
         same = torch.equal(back[:wide], good[:wide]) and torch.equal(back[2 * wide :], good[2 * wide :])
         contract.holds(same, f"{bad} does no harm to other blocks")
+
+
+def _check_split(contract: Contract, codec: Codec) -> None:
+    whole, values = _for(codec, _LARGE), _normal(_LARGE)
+    for row_bytes in (1 << 16, 1 << 20):
+        parts = list(cast(ShapedCodec, whole).split(row_bytes))
+        counts = [count for count, _ in parts]
+        contract.holds(sum(counts) == _LARGE, f"the messages of split({row_bytes}) have all values")
+        fits = all(part.encoded_bytes(count) <= row_bytes for count, part in parts)
+        contract.holds(fits, f"no message of split({row_bytes}) is longer than {row_bytes} bytes")
+        cut = zip(values.split(counts), parts, strict=True)
+        back = torch.cat([_returned(part, piece) for piece, (_, part) in cut])
+        same = torch.equal(back, _returned(whole, values))
+        contract.holds(same, f"the messages of split({row_bytes}) come back as the whole does")
 
 
 def _check_feedback(contract: Contract, codec: Codec) -> None:

@@ -91,7 +91,7 @@ def _check_slices(contract: Contract, outer: Outer, dtype: torch.dtype, cuts: li
 
 def _check_direction(contract: Contract, outer: Outer) -> None:
     anchor, delta = _values(0), _values(1)
-    outer.update(anchor, delta.clone(), outer.init(anchor), rounds=0, **_told(delta, delta, _values(0)))
+    outer.update(anchor, delta.clone(), outer.init(anchor), rounds=0, **_told(delta.clone(), delta.clone(), _values(0)))
     moved = _values(0) - anchor
     contract.holds(float(torch.dot(moved, delta)) > 0, "a fresh anchor moves towards the mean, against delta")
 

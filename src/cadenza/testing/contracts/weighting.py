@@ -36,12 +36,12 @@ def _check_round(contract: Contract, weighting: Weighting, members: Sequence[Con
     before = deepcopy(state)
     weighed = weighting.weigh(members, state)
     contract.holds(state == before, f"weigh leaves the state that it is given alone; not with {members}")
+    _check_shares(contract, weighed, members)
     saved = contract.through_json(before)
     again = deepcopy(weighting).weigh(tuple(members), saved)
     contract.holds(
         weighed == again, f"all members come to the same from the same headers and state; not with {members}"
     )
-    _check_shares(contract, weighed, members)
     return weighed.state
 
 
