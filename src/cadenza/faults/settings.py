@@ -16,6 +16,10 @@ class Patience:
         grace_s: How long the others wait for a worker that is alive but late, and for one that has stopped sending.
         factor: How many times the usual duration of a round's transfer is not yet a failure.
         first_s: How long the first rounds may take, before anything was measured.
+
+    >>> Patience(grace_s=0)
+    Traceback (most recent call last):
+    ValueError: grace_s is a positive number; got 0.
     """
 
     grace_s: float = 10.0
@@ -36,6 +40,10 @@ class Poison:
     Attributes:
         leave_out: Whether the round goes on without it; otherwise the round is skipped.
         explosion: How many times the group's median norm is too much; None: any finite norm is accepted.
+
+    >>> Poison(explosion=0.5)
+    Traceback (most recent call last):
+    ValueError: explosion is a multiple of the median norm, above 1, or None; got 0.5.
     """
 
     leave_out: bool = True

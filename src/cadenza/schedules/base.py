@@ -52,7 +52,11 @@ class Schedule(Protocol):
 
 
 def first_turn(index: int, count: int, period: int) -> int:
-    """Return the step, from 1 to `period`, at which fragment `index` of `count` has its first turn."""
+    """Return the step, from 1 to `period`, at which fragment `index` of `count` has its first turn.
+
+    >>> [first_turn(index, 3, 100) for index in range(3)]
+    [33, 66, 100]
+    """
     if not 0 <= index < count:
         raise ValueError(f"There is no fragment {index} of {count}; the index goes from 0 to {count - 1}.")
     if count > period:
@@ -64,6 +68,9 @@ def first_turn(index: int, count: int, period: int) -> int:
 
 
 def refuse_staggering_twice(staggered: bool) -> None:
-    """Refuse to stagger a schedule that is a fragment's already."""
+    """Refuse to stagger a schedule that is a fragment's already.
+
+    >>> refuse_staggering_twice(False)
+    """
     if staggered:
         raise ValueError("This schedule is a fragment's already; stagger the one that it was made from.")

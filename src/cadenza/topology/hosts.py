@@ -17,6 +17,9 @@ def host_name() -> str:
 
     Node numbers come from torchrun (``GROUP_RANK``) or SLURM (``SLURM_NODEID``). They keep two launchers on one machine
     apart, as when a cluster is emulated.
+
+    >>> isinstance(host_name(), str)
+    True
     """
     for launcher in ("GROUP_RANK", "SLURM_NODEID"):
         if node := os.environ.get(launcher):

@@ -20,7 +20,11 @@ __all__ = ["Topology", "check_nesting"]
 
 @dataclass(frozen=True)
 class Topology:
-    """Levels from the innermost to the outermost; each group is made of whole groups of the level below."""
+    """Levels from the innermost to the outermost; each group is made of whole groups of the level below.
+
+    >>> Topology((Level(((0,), (1,))), Level(((0, 1),)))).levels[1].group_of(0)
+    (0, 1)
+    """
 
     levels: tuple[Level, ...]
 
