@@ -20,7 +20,7 @@ from cadenza.codecs.base import Codec
 from cadenza.common.identity import identity
 from cadenza.common.milestones import Milestones
 
-ROOMS = ("schedules", "topology", "fragments", "weighting", "codecs", "outer", "faults", "level_plan", "strategy")
+ROOMS = ("schedules", "topology", "fragments", "weighting", "codecs", "outer", "faults", "strategy")
 
 
 def falling(rounds: int) -> float:
