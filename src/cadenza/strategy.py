@@ -198,9 +198,7 @@ class Strategy:
         """How the members of a round are weighed, as a piece; the fault policy may wrap it."""
         if isinstance(self.weight, str):
             return samples() if self.weight == "samples" else uniform()
-        if callable(self.weight):
-            return by_function(self.weight)
-        return self.weight
+        return self.weight if isinstance(self.weight, Weighting) else by_function(self.weight)
 
     @property
     def identity(self) -> list[str]:

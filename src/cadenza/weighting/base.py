@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 __all__ = ["Contribution", "PlainContribution", "State", "Weighed", "Weighting"]
 
@@ -81,6 +81,7 @@ class Weighed:
     refuse: bool = False
 
 
+@runtime_checkable
 class Weighting(Protocol):
     """What a weighting gives. It depends on nothing but its arguments, so that all members weigh alike.
 
