@@ -27,7 +27,7 @@ from cadenza.fragments import Fragmentation, Whole
 from cadenza.outer import Outer, mean
 from cadenza.schedules import Schedule, StateSchedule, every, gap_after, staggered_levels
 from cadenza.topology import Level, RoundTopology
-from cadenza.weighting import Weighting, by_function, samples, uniform
+from cadenza.weighting import Weighting, by_function, outliers, samples, uniform
 
 __all__ = [
     "CommonOptions",
@@ -195,7 +195,19 @@ class Strategy:
 
     @property
     def weighting(self) -> Weighting:
-        """How the members of a round are weighed, as a piece; the fault policy may wrap it."""
+        """How the members of a round are weighed, as a piece; where training goes on after a fault, without poison.
+
+        >>> import cadenza
+        >>> cadenza.diloco(weight="samples", faults=cadenza.shrink()).weighting
+        Outliers(of=Samples(), explosion=10.0, leave_out=True)
+        """
+        poison = self.faults.poison
+        if poison is None:
+            return self._weighting
+        return outliers(self._weighting, explosion=poison.explosion, leave_out=poison.leave_out)
+
+    @property
+    def _weighting(self) -> Weighting:
         if isinstance(self.weight, str):
             return samples() if self.weight == "samples" else uniform()
         return self.weight if isinstance(self.weight, Weighting) else by_function(self.weight)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import cadenza
-from cadenza import LevelPlan, Strategy, codecs
 import cadenza.engine.attach
+from cadenza import LevelPlan, Strategy, codecs
 from support.models import CASES
 from support.ranks import RankPool, outcome
 from support.training import everyone, momentum_sgd, one_number, values
