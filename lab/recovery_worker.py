@@ -58,7 +58,7 @@ def cadenza(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.
         if given.save and sync.clock % PERIOD == 0:
             checkpoint.save(given.into / f"step-{sync.clock}", **parts)
 
-    return System(lambda: sync.clock, step, sync.finish, sync._company, "carry")
+    return System(lambda: sync.clock, step, sync.finish, sync.replica.participants, "agree")
 
 
 def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:

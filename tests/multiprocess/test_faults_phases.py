@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cadenza
-from cadenza.participants import elastic as company
+from cadenza.participants import elastic
 from cadenza.participants import generation as generations
 from cadenza.participants.store import serve
 from support.faults import QUICK, arm, before, kill, train
@@ -71,14 +71,14 @@ def leader_dies_while_giving(port: int) -> Any:
     strategy = cadenza.diloco(period=PERIOD, outer_lr=0.5, faults=cadenza.shrink(**QUICK))
     if rank() < 3:
         if rank() == 0:  # the leader, as long as it lives; at the start it must not die yet
-            original = company.hand_over
+            original = elastic.transfer_state
             calls: list[int] = []
 
             def die_at_the_second(*args: Any, **kwargs: Any) -> Any:
                 calls.append(1)
                 return kill() if len(calls) == 2 else original(*args, **kwargs)
 
-            mock.patch.object(company, "hand_over", die_at_the_second).start()
+            mock.patch.object(elastic, "transfer_state", die_at_the_second).start()
         return train(port, 3, strategy, 50, step_s=0.04)
     time.sleep(1.0)
     return train(port, 3, strategy, 50, worker=3, step_s=0.04)

@@ -9,20 +9,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.errors import NotInitializedError
 
 __all__ = [
     "all_gather_single",
+    "comm_hooks_of",
     "control_device",
     "count_groups",
     "find_groups",
     "is_member",
+    "make_gloo_group",
     "name_groups",
     "resolve",
+    "set_timeout",
     "store_of",
     "timeout_of",
 ]
+
+_CPU = torch.device("cpu")
 
 # The newest name of the collective that gathers equal tensors into one; older torches know the other one.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,3 +121,24 @@ def find_groups(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)((key, find_groups(item)) for key, item in value.items())
     return value
+
+
+def make_gloo_group(store: dist.Store, position: int, members: int, timeout_s: float) -> dist.ProcessGroup:
+    """Make a Gloo group on the CPU beside torch's registry; all members call this, and RuntimeErrors are Gloo's own."""
+    gloo = dist.ProcessGroupGloo(store, position, members, timedelta(seconds=timeout_s))
+    group = dist.ProcessGroup(store, position, members)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo._set_sequence_number_for_group()
+    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of a Gloo group that are started from now on fail after so long."""
+    group._get_backend(_CPU)._set_default_timeout(timedelta(seconds=seconds))
+
+
+def comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks that were registered with a DistributedDataParallel, with their states."""
+    hooks: list[tuple[Callable[..., Any], Any]] = ddp._comm_hooks
+    return hooks

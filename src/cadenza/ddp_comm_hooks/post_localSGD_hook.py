@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.common.process_groups import resolve
+from cadenza.common.process_groups import comm_hooks_of, resolve
 from cadenza.engine.ddp import average_bucket
 from cadenza.errors import UnsupportedModelError
 from cadenza.topology import Topology
@@ -123,7 +123,7 @@ def _watch_first_pass(state: PostLocalSGDState) -> None:
         if state is None:
             handle.remove()
         elif isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
-            if not any(state is registered for _, registered in module._comm_hooks):
+            if not any(state is registered for _, registered in comm_hooks_of(module)):
                 return
             handle.remove()
             if module.static_graph and not module.require_backward_grad_sync:

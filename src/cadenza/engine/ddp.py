@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.common.process_groups import comm_hooks_of
 from cadenza.errors import UnsupportedModelError
 
 __all__ = ["average_bucket", "covers", "fall_silent", "widen"]
@@ -26,7 +27,7 @@ def fall_silent(ddp: DistributedDataParallel) -> None:
 
 def widen(ddp: DistributedDataParallel, group: dist.ProcessGroup, *, while_true: Callable[[], bool]) -> None:
     """Let a DDP of a smaller group average gradients over a larger one for as long as `while_true` says so."""
-    if ddp._comm_hooks:
+    if comm_hooks_of(ddp):
         raise UnsupportedModelError(
             "The model's DistributedDataParallel spans fewer ranks than the strategy and has a communication hook of "
             "its own, so its gradients cannot be averaged over all ranks during the warm-up. Register no hook, or use "

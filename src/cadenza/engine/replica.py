@@ -37,7 +37,7 @@ class Replica:
         self.view, self.strategy, self.participants = view, strategy, participants
         self.state = RunState(Balance(strategy))
         self.spare = SpareMemory()
-        self.weighting = strategy.faults.weighting(strategy.weighting)
+        self.weighting = strategy.weighting
         self._home = torch.device("cpu") if strategy.offload else None
         blocks = [plan.codec.block for plan in strategy.levels if plan.codec.aligned]
         self._align = math.lcm(*blocks) if blocks else 1

@@ -288,18 +288,21 @@ class Synchronizer:
         return bool(strategy.warmup_steps or strategy.average_gradients) and not self._warm_up.by_ddp
 
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
-        this = weakref.ref(self)
+        alive = weakref.WeakMethod(self._tick)
 
         def tick() -> None:
-            synchronizer = this()
-            if synchronizer is not None and synchronizer._open:
-                synchronizer.step()
+            if (method := alive()) is not None:
+                method()
 
         if scaler is not None:
             self._undo_hooks.append(hook_scaler(scaler, tick))
         else:
             average = self.average_gradients if self._averages_gradients_itself else None
             self._undo_hooks += hook_optimizer(self.replica.view.optimizers, tick, average)
+
+    def _tick(self) -> None:
+        if self._open:
+            self.step()
 
     def _check_open(self) -> None:
         if not self._open:

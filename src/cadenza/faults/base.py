@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Protocol
 
-from cadenza.faults.settings import Patience
-from cadenza.weighting import Weighting
+from cadenza.faults.settings import Patience, Poison
 
 __all__ = ["FaultPolicy"]
 
@@ -40,6 +39,7 @@ class FaultPolicy(Protocol):
         """How long a round waits; asked only where training goes on."""
         ...
 
-    def weighting(self, inner: Weighting) -> Weighting:
-        """Return how rounds are weighed: as `inner` does, or without contributions that would do harm."""
+    @property
+    def poison(self) -> Poison | None:
+        """What is done with contributions that would do harm; None: they end the training as any fault does."""
         ...

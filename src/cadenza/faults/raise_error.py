@@ -6,8 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cadenza.faults.settings import Patience
-from cadenza.weighting import Weighting
+from cadenza.faults.settings import Patience, Poison
 
 __all__ = ["RaiseError", "raise_error"]
 
@@ -22,6 +21,7 @@ class RaiseError:
 
     name: ClassVar[str] = "raise_error"
     patience: ClassVar[Patience] = Patience()
+    poison: ClassVar[Poison | None] = None
 
     @property
     def tolerant(self) -> bool:
@@ -29,9 +29,6 @@ class RaiseError:
 
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
-
-    def weighting(self, inner: Weighting) -> Weighting:
-        return inner
 
 
 def raise_error() -> RaiseError:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cadenza.faults.settings import Patience, Poison, poison_of
-from cadenza.weighting import Weighting, outliers
 
 __all__ = ["Shrink", "shrink"]
 
@@ -41,9 +40,6 @@ class Shrink:
 
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return len(here) >= self.min_workers and len(here & last) > self.quorum * len(last)
-
-    def weighting(self, inner: Weighting) -> Weighting:
-        return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
 
 
 def shrink(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cadenza.faults.settings import Patience, Poison, poison_of
-from cadenza.weighting import Weighting, outliers
 
 __all__ = ["SkipRound", "skip_round"]
 
@@ -16,9 +15,8 @@ __all__ = ["SkipRound", "skip_round"]
 class SkipRound:
     """A round needs all workers, and is skipped without them; made by `skip_round`.
 
-    >>> from cadenza.weighting import uniform
-    >>> SkipRound().weighting(uniform())
-    Outliers(of=Uniform(), explosion=10.0, leave_out=True)
+    >>> SkipRound().tolerant
+    True
     """
 
     patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
@@ -31,9 +29,6 @@ class SkipRound:
 
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
-
-    def weighting(self, inner: Weighting) -> Weighting:
-        return outliers(inner, explosion=self.poison.explosion, leave_out=self.poison.leave_out)
 
 
 def skip_round(

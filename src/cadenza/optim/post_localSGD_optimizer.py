@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from collections.abc import Callable
 from types import FrameType
@@ -171,7 +171,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """
         if any(group.get("lr") for group in self.param_groups):
             return False
-        frame: FrameType | None = sys._getframe()
+        frame: FrameType | None = inspect.currentframe()
         while frame and frame.f_code.co_name != "_init_optim_state":
             frame = frame.f_back
         return frame is not None

@@ -10,11 +10,11 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from cadenza.common.process_groups import make_gloo_group, set_timeout
 from cadenza.errors import TransportError
 from cadenza.participants.signed_transport import SignedTransport
 from cadenza.participants.signing import Seal
@@ -25,7 +25,6 @@ from cadenza.transports.c10d import C10dTransport, Seat
 
 __all__ = ["Generation", "assemble"]
 
-_CPU = torch.device("cpu")
 _DROP_S = 2.0
 _OUR_REFERENCES = 2  # the list's, and that of the call that counts them
 
@@ -48,7 +47,7 @@ class Generation:
     def set_timeout(self, seconds: float) -> None:
         """Let collectives that are started from now on fail after so long."""
         assert self._group is not None
-        self._group._get_backend(_CPU)._set_default_timeout(timedelta(seconds=seconds))
+        set_timeout(self._group, seconds)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
         """Give a flat tensor the values that the member `source` has."""
@@ -108,11 +107,7 @@ def assemble(
             raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
         prefix = dist.PrefixStore(f"{place}/group", store)
         try:
-            gloo = dist.ProcessGroupGloo(prefix, position, len(members), timedelta(seconds=timeout_s))
-            group = dist.ProcessGroup(prefix, position, len(members))
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            gloo._set_sequence_number_for_group()
-            group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+            group = make_gloo_group(prefix, position, len(members), timeout_s)
         except RuntimeError as error:
             raise TransportError(f"The group of workers {list(members)} could not be made: {error}") from None
         return Generation(group, Seat(tuple(members), position, prefix, timeout_s), place=place, seal=seal)

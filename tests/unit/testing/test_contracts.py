@@ -493,9 +493,8 @@ class Impatient(RaiseError):
     patience = SimpleNamespace(grace_s=0.0, factor=1.0, first_s=1.0)  # type: ignore[assignment]
 
 
-class WeighsWrongly(RaiseError):
-    def weighting(self, inner: Any) -> Any:
-        return Negative()
+class PoisonInWords(RaiseError):
+    poison = "leave_out"  # type: ignore[assignment]
 
 
 POLICIES = {
@@ -503,7 +502,7 @@ POLICIES = {
     "nobody": (Nobody(), "nobody cannot hold a round"),
     "everybody": (Never(), "nobody is missing"),
     "patience": (Impatient(), "patience.grace_s is a positive number"),
-    "weighting": (WeighsWrongly(), "finite and not negative"),
+    "poison": (PoisonInWords(), "poison is a cadenza.faults.Poison or None"),
     "members": (object(), "all members; name, tolerant"),
 }
 

@@ -132,7 +132,7 @@ def test_a_strategy_takes_words_functions_and_pieces() -> None:
 
 
 def test_policies_that_go_on_leave_out_what_would_do_harm() -> None:
-    assert cadenza.raise_error().weighting(samples()) == samples()
-    assert cadenza.skip_round().weighting(samples()) == outliers(samples())
+    assert cadenza.local_sgd(weight="samples", faults=cadenza.raise_error()).weighting == samples()
+    assert cadenza.local_sgd(weight="samples", faults=cadenza.skip_round()).weighting == outliers(samples())
     strict = cadenza.shrink(poison="skip", explosion=5.0)
-    assert strict.weighting(uniform()) == outliers(explosion=5.0, leave_out=False)
+    assert cadenza.local_sgd(faults=strict).weighting == outliers(explosion=5.0, leave_out=False)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from itertools import combinations
 
-from cadenza.faults import FaultPolicy
+from cadenza.faults import FaultPolicy, Poison
 from cadenza.testing.contracts.promises import Contract
-from cadenza.testing.contracts.weighting import check_weighting
-from cadenza.weighting import samples, uniform
 
 __all__ = ["check_fault_policy"]
 
@@ -25,8 +23,10 @@ def check_fault_policy(policy: FaultPolicy) -> None:
     contract.holds(isinstance(policy.tolerant, bool), f"tolerant is True or False; it is {policy.tolerant!r}")
     _check_enough(contract, policy)
     _check_patience(contract, policy)
-    for inner in (uniform(), samples()):
-        check_weighting(policy.weighting(inner))
+    contract.holds(
+        policy.poison is None or isinstance(policy.poison, Poison),
+        f"poison is a cadenza.faults.Poison or None; it is {policy.poison!r}",
+    )
 
 
 def _check_enough(contract: Contract, policy: FaultPolicy) -> None:

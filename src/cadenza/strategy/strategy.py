@@ -1,129 +1,21 @@
-"""A strategy is seven choices, all of them in one place and checked together.
-
-When, with whom, what, how much each worker counts, how it is written, what becomes of the mean, and what if it fails.
-`LevelPlan` holds those that can differ from level to level, `Strategy` the levels and the rest. Both only say what is
-wanted: a `Synchronizer` does it. Every piece may be a user's own that fulfils its protocol.
-
->>> import cadenza
->>> inner = LevelPlan(cadenza.every(16), groups="host")
->>> outer = LevelPlan(cadenza.every(64), codec=cadenza.codecs.int8(), outer=cadenza.nesterov())
->>> Strategy(levels=(inner, outer)).period
-16
-"""
+"""What ranks must agree on before they train together."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex, TypedDict
 
-from cadenza.codecs import Codec, ShapedCodec, fp32
 from cadenza.common.checks import check_not_negative
 from cadenza.common.identity import identity
 from cadenza.common.protocols import check_piece
 from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
-from cadenza.outer import Outer, mean
-from cadenza.schedules import Schedule, StateSchedule, every, gap_after, staggered_levels
-from cadenza.topology import Level, RoundTopology
-from cadenza.weighting import Weighting, by_function, samples, uniform
+from cadenza.schedules import Schedule, StateSchedule, gap_after, staggered_levels
+from cadenza.strategy.level_plan import LevelPlan
+from cadenza.strategy.options import OptimizerState, Weight
+from cadenza.weighting import Weighting, by_function, outliers, samples, uniform
 
-__all__ = [
-    "CommonOptions",
-    "Groups",
-    "LevelPlan",
-    "OptimizerState",
-    "Strategy",
-    "StrategyOptions",
-    "Weight",
-    "as_schedule",
-]
-
-Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...] | RoundTopology
-OptimizerState = Literal["leave", "average", "reset"] | StateSchedule
-Weight = Literal["uniform", "samples"] | Callable[[], float] | Weighting
-
-
-def as_schedule(period: Any) -> Schedule:
-    """Return a schedule as it is, and `every(n)` for a whole number of steps of whatever library.
-
-    >>> as_schedule(8)
-    Every(period=8, offset=0)
-    """
-    if isinstance(period, SupportsIndex) and not isinstance(period, bool):
-        return every(operator.index(period))
-    schedule: Schedule = period
-    return schedule
-
-
-@dataclass(frozen=True)
-class LevelPlan:
-    """The choices of one level.
-
-    Args:
-        schedule: When; a number means that many steps.
-        groups: With whom: "all", the ranks of one "host", a number for runs of that many ranks, explicit groups, or a
-            `RoundTopology` that cuts the ranks anew for every round.
-        codec: How differences are written on the wire.
-        outer: What becomes of the mean.
-        name: What the level is called in reports; "level 0" and so on without one.
-        keep_anchor: Send differences from an anchor also where a plain mean would not need one.
-        delay: How many steps training goes on between the launch of a round and its landing; None: the strategy's.
-
-    >>> LevelPlan(8).schedule
-    Every(period=8, offset=0)
-    """
-
-    schedule: Schedule
-    groups: Groups = "all"
-    codec: Codec = field(default_factory=fp32)
-    outer: Outer = field(default_factory=mean)
-    name: str = field(default="", metadata={"local": "it only stands in reports"})
-    keep_anchor: bool = False
-    delay: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", as_schedule(self.schedule))
-        check_piece(self.schedule, Schedule, what="schedule", such_as="cadenza.every(16)")
-        check_piece(self.codec, Codec, what="codec", such_as="cadenza.codecs.int8()")
-        check_piece(self.outer, Outer, what="outer", such_as="cadenza.nesterov()")
-        if self.delay is not None:
-            check_not_negative("delay", self.delay)
-        self._check_groups()
-        self._check_codec()
-
-    @property
-    def anchored(self) -> bool:
-        """Whether the level keeps an anchor, and sends differences from it."""
-        return self.keep_anchor or not self.outer.plain or not self.codec.exact
-
-    @property
-    def regroups(self) -> bool:
-        """Whether the groups change from round to round."""
-        return not isinstance(self.groups, str | int | tuple)
-
-    def _check_groups(self) -> None:
-        if isinstance(self.groups, tuple):
-            if not all(isinstance(group, tuple) for group in self.groups):
-                raise ValueError(f"Explicit groups are a tuple of tuples of ranks; got {self.groups!r}.")
-            Level(self.groups)  # refuses empty and overlapping groups
-            return
-        sized = isinstance(self.groups, int) and not isinstance(self.groups, bool) and self.groups >= 1
-        given: object = self.groups
-        made = not isinstance(given, type) and callable(getattr(given, "groups", None))
-        if not sized and not made and self.groups not in ("all", "host"):
-            raise ValueError(
-                'groups is "all", "host", a number of ranks, a tuple of tuples of ranks or a '
-                f"cadenza.topology.RoundTopology; got {self.groups!r}."
-            )
-
-    def _check_codec(self) -> None:
-        if self.codec.shaped and not (self.codec.sparse and isinstance(self.codec, ShapedCodec)):
-            raise ValueError(
-                f"{self.codec.name} asks for the tensors' shapes, so its values are gathered, not reduced: it must be "
-                "sparse and have for_shapes() and split(); see cadenza.codecs.ShapedCodec."
-            )
+__all__ = ["Strategy"]
 
 
 @dataclass(frozen=True)
@@ -195,7 +87,19 @@ class Strategy:
 
     @property
     def weighting(self) -> Weighting:
-        """How the members of a round are weighed, as a piece; the fault policy may wrap it."""
+        """How the members of a round are weighed, as a piece; where training goes on after a fault, without poison.
+
+        >>> import cadenza
+        >>> cadenza.diloco(weight="samples", faults=cadenza.shrink()).weighting
+        Outliers(of=Samples(), explosion=10.0, leave_out=True)
+        """
+        poison = self.faults.poison
+        if poison is None:
+            return self._weighting
+        return outliers(self._weighting, explosion=poison.explosion, leave_out=poison.leave_out)
+
+    @property
+    def _weighting(self) -> Weighting:
         if isinstance(self.weight, str):
             return samples() if self.weight == "samples" else uniform()
         return self.weight if isinstance(self.weight, Weighting) else by_function(self.weight)
@@ -363,36 +267,3 @@ class Strategy:
                     f"{self.faults.name} cannot be combined with {what}: {why}. Leave it out, or "
                     "use faults=raise_error()."
                 )
-
-
-class CommonOptions(TypedDict, total=False):
-    """The options of a `Strategy` that no preset has an argument of its own for.
-
-    >>> options: CommonOptions = {"weight": "samples"}
-    >>> Strategy(levels=(LevelPlan(8),), **options).weight
-    'samples'
-    """
-
-    buffers: bool
-    optimizer_state: OptimizerState
-    weight: Weight
-    balanced: bool
-    offload: bool
-    measure_drift: bool
-    faults: FaultPolicy
-    average_gradients: bool
-
-
-class StrategyOptions(CommonOptions, total=False):
-    """All options of a `Strategy` beside its levels; presets take them by name.
-
-    >>> from cadenza import local_sgd
-    >>> options: StrategyOptions = {"delay": 2, "weight": "samples"}
-    >>> local_sgd(8, **options).delay
-    2
-    """
-
-    fragments: Fragmentation
-    warmup_steps: int
-    delay: int
-    alpha: float
