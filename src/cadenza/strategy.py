@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex, TypedDict
+from typing import Any, Literal, SupportsIndex, TypedDict, cast
 
 from cadenza.codecs import Codec, ShapedCodec, fp32
 from cadenza.common.checks import check_not_negative
@@ -51,10 +51,8 @@ def as_schedule(period: Any) -> Schedule:
     >>> as_schedule(8)
     Every(period=8, offset=0)
     """
-    if isinstance(period, SupportsIndex) and not isinstance(period, bool):
-        return every(operator.index(period))
-    schedule: Schedule = period
-    return schedule
+    whole = isinstance(period, SupportsIndex) and not isinstance(period, bool)
+    return every(operator.index(period)) if whole else cast(Schedule, period)
 
 
 @dataclass(frozen=True)
@@ -290,10 +288,11 @@ class Strategy:
                     f"Levels go from the innermost, which meets most often, to the outermost; but {inner.schedule!r} "
                     f"comes before {outer.schedule!r}. Swap them, or change their periods."
                 )
-        if any(level.schedule.uses_drift for level in self.levels[:-1]):
+        drifting = [level for level in self.levels if level.schedule.uses_drift]
+        if any(level is not self.levels[-1] or level.outer.diverges for level in drifting):
             raise ValueError(
-                "Only the outermost level can follow the drift: that of an inner level is another number in every "
-                "group, and their periods would differ."
+                "Only the outermost level can follow the drift, and only with one anchor for all: otherwise it is "
+                "another number in every group or worker, and their periods would differ. Use every(16), for instance."
             )
         simple = len(self.levels) == 1 and not self._late and self.fragments.single and not self.average_gradients
         cycle = self.levels[0].schedule.cycle
@@ -352,6 +351,7 @@ class Strategy:
                 self.warmup_steps > 0,
                 "gradients are averaged in every step there, and one missing worker would stop all others",
             ),
+            "anchors that differ": (any(p.outer.diverges for p in self.levels), "who comes takes one that all share"),
             "average_gradients": (self.average_gradients, "one missing worker would stop all others in every step"),
             "balanced": (self.balanced, "the workers' clocks differ, so nobody could tell who is late"),
             "averaged buffers or optimizer state": (
