@@ -13,6 +13,7 @@ from cadenza.outer import nesterov
 from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
     diloco,
+    eager_diloco,
     hierarchical,
     local_sgd,
     post_local_sgd,
@@ -41,6 +42,7 @@ __all__ = [
     "changing",
     "codecs",
     "diloco",
+    "eager_diloco",
     "every",
     "hierarchical",
     "join",

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Unpack
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
+from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
-from cadenza.outer import nesterov, sgd
+from cadenza.outer import eager, nesterov, sgd
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every
 from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, as_schedule
 
 __all__ = [
     "diloco",
+    "eager_diloco",
     "hierarchical",
     "local_sgd",
     "post_local_sgd",
@@ -25,6 +27,11 @@ __all__ = [
 
 
 # A preset that has an argument of the same name takes the other options only.
+class _EagerOptions(CommonOptions, total=False):
+    fragments: Fragmentation
+    warmup_steps: int
+
+
 class _PostLocalSgdOptions(CommonOptions, total=False):
     fragments: Fragmentation
     delay: int
@@ -119,6 +126,28 @@ def diloco(
     """
     outer = nesterov(lr=outer_lr, momentum=outer_momentum, clip=clip)
     return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec or fp32(), outer=outer),), **options)
+
+
+def eager_diloco(
+    period: int = 30,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    codec: Codec | None = None,
+    **options: Unpack[_EagerOptions],
+) -> Strategy:
+    """Let DiLoCo's rounds take a period: own differences count at once, others' a period later (arXiv 2502.12996).
+
+    The naive way, in which all differences count one period late, is `diloco(period, delay=period)`; it wants a smaller
+    outer learning rate. `fragments=by_layers(3)` makes it the paper's streaming variant.
+
+    >>> strategy = eager_diloco(period=16)
+    >>> strategy.delay, strategy.restarts(0)
+    (16, True)
+    """
+    steps = as_steps("period", period)
+    outer = eager(lr=outer_lr, momentum=outer_momentum)
+    return Strategy(levels=(LevelPlan(every(steps), codec=codec or fp32(), outer=outer),), delay=steps, **options)
 
 
 def streaming_diloco(
