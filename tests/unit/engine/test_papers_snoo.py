@@ -1,4 +1,4 @@
-"""SNOO (arXiv 2510.15830), the outer step over data-parallel training, against the paper's equations after every step."""
+"""SNOO (arXiv 2510.15830), the outer step over data-parallel training, against its equations, after every step."""
 
 from __future__ import annotations
 
