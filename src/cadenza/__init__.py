@@ -13,10 +13,12 @@ from cadenza.outer import nesterov
 from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
     diloco,
+    eager_diloco,
     hierarchical,
     local_sgd,
     post_local_sgd,
     slowmo,
+    snoo,
     sparse_loco,
     streaming_diloco,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "changing",
     "codecs",
     "diloco",
+    "eager_diloco",
     "every",
     "hierarchical",
     "join",
@@ -53,6 +56,7 @@ __all__ = [
     "shrink",
     "skip_round",
     "slowmo",
+    "snoo",
     "sparse_loco",
     "streaming_diloco",
     "weighting",

@@ -7,24 +7,36 @@ from dataclasses import replace
 from typing import Unpack
 
 from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
+from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
-from cadenza.outer import nesterov, sgd
+from cadenza.outer import eager, nesterov, sgd
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every
 from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, as_schedule
 
 __all__ = [
     "diloco",
+    "eager_diloco",
     "hierarchical",
     "local_sgd",
     "post_local_sgd",
     "slowmo",
+    "snoo",
     "sparse_loco",
     "streaming_diloco",
 ]
 
 
+# The period of a level that is there only to say who starts together, averages gradients and ends together.
+_NEVER = every(2**62)
+
+
 # A preset that has an argument of the same name takes the other options only.
+class _EagerOptions(CommonOptions, total=False):
+    fragments: Fragmentation
+    warmup_steps: int
+
+
 class _PostLocalSgdOptions(CommonOptions, total=False):
     fragments: Fragmentation
     delay: int
@@ -35,6 +47,11 @@ class _SlowMoOptions(CommonOptions, total=False):
     fragments: Fragmentation
     warmup_steps: int
     delay: int
+
+
+class _SnooOptions(CommonOptions, total=False):
+    fragments: Fragmentation
+    warmup_steps: int
 
 
 class _StreamingOptions(CommonOptions, total=False):
@@ -101,6 +118,27 @@ def slowmo(
     return Strategy(levels=(plan,), **options)
 
 
+def snoo(
+    period: int | Schedule = 30,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.8,
+    **options: Unpack[_SnooOptions],
+) -> Strategy:
+    """Take an outer Nesterov step every `period` steps of data-parallel training (Step-K Nesterov, arXiv 2510.15830).
+
+    Gradients are averaged in every step, by DDP or by `sync.average_gradients()`, so all workers are one replica, and
+    the outer step needs no communication. It is for better models, not for less traffic.
+
+    >>> strategy = snoo(period=10, outer_momentum=0.9)
+    >>> strategy.average_gradients, [level.groups for level in strategy.levels]
+    (True, [1, 'all'])
+    """
+    options.setdefault("average_gradients", True)
+    outer = nesterov(lr=outer_lr, momentum=outer_momentum)
+    return Strategy(levels=(LevelPlan(as_schedule(period), groups=1, outer=outer), LevelPlan(_NEVER)), **options)
+
+
 def diloco(
     period: int | Schedule = 500,
     *,
@@ -119,6 +157,28 @@ def diloco(
     """
     outer = nesterov(lr=outer_lr, momentum=outer_momentum, clip=clip)
     return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec or fp32(), outer=outer),), **options)
+
+
+def eager_diloco(
+    period: int = 30,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    codec: Codec | None = None,
+    **options: Unpack[_EagerOptions],
+) -> Strategy:
+    """Let DiLoCo's rounds take a period: own differences count at once, others' a period later (arXiv 2502.12996).
+
+    The naive way, in which all differences count one period late, is `diloco(period, delay=period)`; it wants a smaller
+    outer learning rate. `fragments=by_layers(3)` makes it the paper's streaming variant.
+
+    >>> strategy = eager_diloco(period=16)
+    >>> strategy.delay, strategy.restarts(0)
+    (16, True)
+    """
+    steps = as_steps("period", period)
+    outer = eager(lr=outer_lr, momentum=outer_momentum)
+    return Strategy(levels=(LevelPlan(every(steps), codec=codec or fp32(), outer=outer),), delay=steps, **options)
 
 
 def streaming_diloco(

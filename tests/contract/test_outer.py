@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cadenza.common.identity import identity
-from cadenza.outer import Outer, mean, nesterov, optimizer, sgd, slowmo
+from cadenza.outer import Outer, eager, mean, nesterov, optimizer, sgd, slowmo
 from cadenza.testing import check_outer
 
 NUMEL = 1003  # no multiple of any vector's length
@@ -26,6 +26,7 @@ OUTERS: dict[str, Outer] = {
     "nesterov": nesterov(),
     "nesterov, milestones": nesterov(lr=0.4, momentum=0.8, clip=1.0, schedule={0: 0.5, 3: 2.0}),
     "nesterov, no momentum": nesterov(momentum=0.0),
+    "eager": eager(lr=0.5),
     "sgd": sgd(),
     "sgd, momentum": sgd(lr=0.5, momentum=0.9, schedule=falling),
     "Adam": optimizer(torch.optim.Adam, lr=0.1),

@@ -11,7 +11,7 @@ import pytest
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, presets
 from cadenza.fragments import by_layers, whole
-from cadenza.outer import mean, nesterov, sgd, slowmo
+from cadenza.outer import eager, mean, nesterov, sgd, slowmo
 from cadenza.schedules import every
 from cadenza.strategy import StrategyOptions
 
@@ -80,11 +80,28 @@ def test_sparse_loco_is_that_of_2508_15706() -> None:
     assert plan.outer == sgd(lr=1.0)
 
 
+def test_eager_diloco_is_that_of_2502_12996() -> None:
+    strategy = cadenza.eager_diloco()
+    assert level(strategy) == LevelPlan(every(30), outer=eager(lr=0.7, momentum=0.9))
+    assert strategy.delay == 30
+
+
+def test_snoo_is_that_of_2510_15830() -> None:
+    strategy = cadenza.snoo()
+    inner, everyone = strategy.levels
+    assert inner == LevelPlan(every(30), groups=1, outer=nesterov(lr=0.7, momentum=0.8))
+    assert (everyone.groups, everyone.outer) == ("all", mean())
+    assert strategy.average_gradients
+    assert not cadenza.snoo(average_gradients=False).average_gradients
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
     "slowmo": {},
+    "snoo": {},
     "diloco": {},
+    "eager_diloco": {},
     "streaming_diloco": {},
     "sparse_loco": {},
 }
@@ -98,10 +115,10 @@ def test_every_preset_takes_the_options_of_a_strategy(name: str) -> None:
     assert strategy.period == 64
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"streaming_diloco"}))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"eager_diloco", "streaming_diloco"}))
 def test_the_period_may_be_a_schedule(name: str) -> None:
     schedule = cadenza.changing({1: 8, 100: 64})
-    assert level(getattr(cadenza, name)(schedule, **PRESETS[name])).schedule == schedule
+    assert getattr(cadenza, name)(schedule, **PRESETS[name]).levels[0].schedule == schedule
 
 
 @pytest.mark.parametrize("name", PRESETS)

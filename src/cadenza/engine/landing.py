@@ -9,7 +9,7 @@ import torch
 
 from cadenza.engine.collectives import average_tensors, take_largest
 from cadenza.engine.layout import Layout
-from cadenza.engine.level_state import LevelState
+from cadenza.engine.level_state import LevelState, OuterInputs
 from cadenza.engine.pending import PendingRound
 from cadenza.engine.replica import Replica
 from cadenza.engine.reporting import Reporter
@@ -17,6 +17,7 @@ from cadenza.engine.resolving import take_outer_step
 from cadenza.engine.round_result import RoundResult
 from cadenza.participants.base import FailedRound
 from cadenza.participants.level_group import LevelGroup
+from cadenza.participants.round_id import RoundId
 
 __all__ = ["Landing"]
 
@@ -50,6 +51,17 @@ class Landing:
         self._reporter.landed(pending, result, group, self._state.clock)
         return pending.drift
 
+    @torch.no_grad()
+    def take_first_step(self, level: int, fragment: int, layout: Layout, members: int) -> None:
+        """Take an outer step on this worker's own difference: no round was sent yet that could land at this launch."""
+        state = self._replica.level_state(level, fragment)
+        sent, mean = ([torch.zeros_like(anchor) for anchor in state.anchors] for _ in range(2))
+        before = [anchor.clone() for anchor in state.anchors]
+        inner_lrs = self._replica.view.inner_lrs()
+        state.update(mean, OuterInputs(inner_lrs, members=members, own=sent, now=state.progress(layout)))
+        id = RoundId(self._state.clock, self._state.phase, fragment)
+        PendingRound(id, level, self._state.clock, layout, origins=before).write(state.anchors)
+
     def fail(self, pending: PendingRound, failed: FailedRound) -> None:
         """Report a round that failed; a worker whose own values were the reason starts anew from the anchor."""
         pending.give_back()
@@ -61,17 +73,12 @@ class Landing:
     @torch.no_grad()
     def _take_late_step(self, pending: PendingRound, state: LevelState, result: RoundResult) -> Sequence[torch.Tensor]:
         """Take the outer step now, and move the parameters by as much as the anchor has moved."""
-        layout = pending.layout
-        before = [anchor.clone() for anchor in state.anchors]
-        now: Sequence[torch.Tensor] = ()
-        if state.plan.outer.needs_own:
-            now = [anchor.sub(flat) for anchor, flat in zip(state.anchors, layout.pack(), strict=True)]
+        if pending.own_left_out:  # what it has learned since then is not to be trusted either
+            pending.layout.unpack(state.anchors)
+        pending.origins = [anchor.clone() for anchor in state.anchors]
+        now = state.progress(pending.layout) if state.plan.outer.needs_own else ()
         take_outer_step(pending, state, result, now)
-        if pending.own_left_out:
-            layout.unpack(state.anchors)
-        else:
-            pending.origins = before
-            pending.write(state.anchors)
+        pending.write(state.anchors)
         return state.anchors
 
     def bring_up_to_date(

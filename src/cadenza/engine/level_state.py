@@ -132,6 +132,10 @@ class LevelState:
         for residual in self.residuals or ():
             residual.clear()
 
+    def progress(self, layout: Layout) -> list[torch.Tensor]:
+        """Return how far the parameters are from their anchor now, as differences are sent: anchor − value."""
+        return [anchor.sub(flat) for anchor, flat in zip(self.anchors, layout.pack(), strict=True)]
+
     def take(self, deltas: Sequence[torch.Tensor]) -> None:
         """Move the anchor to the mean itself, without an outer step: nobody had anything to add."""
         for anchor, delta in zip(self.anchors, deltas, strict=True):

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from cadenza.codecs import fp32
 from cadenza.engine.drift import drift
 from cadenza.engine.finiteness import problem_of
 from cadenza.engine.header import Header, mark
@@ -25,6 +26,7 @@ from cadenza.engine.replica import Replica
 from cadenza.engine.reporting import Reporter
 from cadenza.engine.resolving import Resolver
 from cadenza.errors import NotFiniteError
+from cadenza.outer import mean
 from cadenza.participants.base import Admission, FailedRound
 from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.round_id import RoundId
@@ -94,10 +96,20 @@ class RoundRunner:
             self.land_all()
             for fragment in fragments:
                 if phase or self._state.counts.met_at.get(fragment) != self._state.clock:
-                    self.run(len(self._strategy.levels) - 1, fragment, delay=0, alpha=0.0)
+                    self._run_last_of(fragment)
         finally:
             self._state.phase = 0
         return all(self._state.counts.met_at.get(fragment) == self._state.clock for fragment in fragments)
+
+    def _run_last_of(self, fragment: int) -> None:
+        """Hold the last round of a fragment: the plain mean of all where anchors differ, otherwise one like any."""
+        number, outermost = len(self._strategy.levels) - 1, self._participants.levels[-1]
+        if not outermost.plan.outer.diverges:
+            self.run(number, fragment, delay=0, alpha=0.0)
+            return
+        plan = replace(outermost.plan, groups="all", codec=fp32(), outer=mean(), keep_anchor=False)
+        everybody = LevelGroup(plan, outermost.name, outermost.transport)
+        self._average_now(number, fragment, everybody, self._replica.layout(fragment))
 
     def close(self) -> None:
         """Let go of the thread and of rounds in flight."""
@@ -155,6 +167,9 @@ class RoundRunner:
     ) -> PendingRound:
         state, plan = self._replica.level_state(number, fragment), group.plan
         state.fit(layout, group)
+        restarts = bool(delay) and self._strategy.restarts(number)
+        if restarts and plan.outer.needs_own and not state.rounds:
+            self._landing.take_first_step(number, fragment, layout, len(group.transport.members))
         pending = PendingRound(
             RoundId(self._state.clock, self._state.phase, fragment),
             number,
@@ -162,7 +177,7 @@ class RoundRunner:
             layout,
             values=layout.pack(self._replica.spare.borrow(layout)),
             alpha=0.0 if plan.outer.plain else alpha,
-            restarts=bool(delay) and self._strategy.restarts(number),
+            restarts=restarts,
             inner_lrs=self._replica.view.inner_lrs(),
             samples=self._state.counts.samples,
         )

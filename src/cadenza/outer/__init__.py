@@ -21,6 +21,7 @@ one update of the whole would.
 from __future__ import annotations
 
 from cadenza.outer.base import Outer, State
+from cadenza.outer.eager import Eager, eager
 from cadenza.outer.factors import Factor
 from cadenza.outer.mean import Mean, mean
 from cadenza.outer.sgd import Sgd, nesterov, sgd
@@ -28,6 +29,7 @@ from cadenza.outer.slowmo import SlowMo, slowmo
 from cadenza.outer.torch_optimizer import TorchOptimizer, optimizer
 
 __all__ = [
+    "Eager",
     "Factor",
     "Mean",
     "Outer",
@@ -35,6 +37,7 @@ __all__ = [
     "SlowMo",
     "State",
     "TorchOptimizer",
+    "eager",
     "mean",
     "nesterov",
     "optimizer",

@@ -192,10 +192,11 @@ class Strategy:
                     f"Levels go from the innermost, which meets most often, to the outermost; but {inner.schedule!r} "
                     f"comes before {outer.schedule!r}. Swap them, or change their periods."
                 )
-        if any(level.schedule.uses_drift for level in self.levels[:-1]):
+        drifting = [level for level in self.levels if level.schedule.uses_drift]
+        if any(level is not self.levels[-1] or level.outer.diverges for level in drifting):
             raise ValueError(
-                "Only the outermost level can follow the drift: that of an inner level is another number in every "
-                "group, and their periods would differ."
+                "Only the outermost level can follow the drift, and only with one anchor for all: otherwise it is "
+                "another number in every group or worker, and their periods would differ. Use every(16), for instance."
             )
         simple = len(self.levels) == 1 and not self._late and self.fragments.single and not self.average_gradients
         cycle = self.levels[0].schedule.cycle
@@ -254,6 +255,7 @@ class Strategy:
                 self.warmup_steps > 0,
                 "gradients are averaged in every step there, and one missing worker would stop all others",
             ),
+            "anchors that differ": (any(p.outer.diverges for p in self.levels), "who comes takes one that all share"),
             "average_gradients": (self.average_gradients, "one missing worker would stop all others in every step"),
             "balanced": (self.balanced, "the workers' clocks differ, so nobody could tell who is late"),
             "averaged buffers or optimizer state": (

@@ -52,6 +52,7 @@ SAMPLES: list[Any] = [
     codecs.error_feedback(codecs.int8()),
     outer.mean(),
     outer.slowmo(),
+    outer.eager(),
     outer.nesterov(clip=1.0, schedule={0: 0.5}),
     outer.sgd(schedule=falling),
     outer.optimizer(torch.optim.AdamW, lr=0.1, betas=(0.9, 0.95)),

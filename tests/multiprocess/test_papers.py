@@ -1,0 +1,25 @@
+"""Every paper's preset on real ranks: they train, and end with equal parameters. A new paper is a line in PAPERS."""
+
+from __future__ import annotations
+
+import pytest
+
+import cadenza
+from cadenza import Strategy
+from support.compare import same_bits
+from support.ranks import RankPool
+from support.training import train
+
+PAPERS: dict[str, Strategy] = {
+    "eager_diloco": cadenza.eager_diloco(4),
+    "snoo": cadenza.snoo(4),
+}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", PAPERS)
+def test_ranks_train_and_end_with_equal_parameters(ranks: RankPool, name: str, count: int) -> None:
+    traces = ranks.run(count, train, PAPERS[name], 14)
+    assert all(same_bits(trace.finished, traces[0].finished) for trace in traces)
+    assert traces[0].finished.isfinite().all()
+    assert not same_bits(traces[0].finished, traces[0].history[0])
