@@ -48,9 +48,13 @@ class Eager:
         members: int = 1,
         anchor_mean: torch.Tensor | None = None,
     ) -> None:
-        if own is not None and now is not None:
-            for part, fresh, sent in zip(in_cache(delta), in_cache(now), in_cache(own), strict=True):
-                part.add_(fresh - sent, alpha=1 / members)
+        if own is None or now is None:
+            raise ValueError(
+                "An eager update needs this worker's own differences: pass own= (at the launch), now= (at the landing) "
+                "and members=, as the engine does where an outer update says needs_own."
+            )
+        for part, fresh, sent in zip(in_cache(delta), in_cache(now), in_cache(own), strict=True):
+            part.add_(fresh - sent, alpha=1 / members)
         self._step.update(anchor, delta, state, rounds=rounds)
 
     @property

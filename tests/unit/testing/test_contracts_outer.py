@@ -1,4 +1,4 @@
-"""The contract of outer updates finds what is wrong: for each promise a piece that breaks it, and the words that say so."""
+"""The contract of outer updates finds what is wrong, promise by promise, and says it in words."""
 
 from __future__ import annotations
 
