@@ -1,4 +1,4 @@
-"""The contract of fragmentations, fault policies and topologies finds what is wrong, promise by promise, and says it in words."""
+"""The contracts of fragmentations, fault policies and topologies find what is wrong, and say it in words."""
 
 from __future__ import annotations
 
