@@ -1,4 +1,4 @@
-"""The contract of fragmentations, fault policies and topologies finds what is wrong: for each promise a piece that breaks it, and the words that say so."""
+"""The contract of fragmentations, fault policies and topologies: for each promise a piece that breaks it, and the words that say so."""
 
 from __future__ import annotations
 
