@@ -1,4 +1,4 @@
-"""The contract of fragmentations, fault policies and topologies: for each promise a piece that breaks it, and the words that say so."""
+"""The contracts of fragmentations, fault policies and topologies: for each promise a piece that breaks it."""
 
 from __future__ import annotations
 
