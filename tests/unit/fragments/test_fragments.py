@@ -60,7 +60,7 @@ def layers_of(fragment: list[str]) -> list[int]:
     return sorted({int(name.split(".")[1]) for name in fragment if name.startswith("layers")})
 
 
-def test_strided_fragments_take_every_so_manieth_layer() -> None:
+def test_strided_fragments_take_every_nth_layer() -> None:
     fragments = by_layers(3).split(transformer(12))
     assert [layers_of(fragment) for fragment in fragments] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
 

@@ -1,4 +1,4 @@
-"""The contract of codecs finds what is wrong: for each promise a piece that breaks it, and the words that say so."""
+"""The contract of codecs: for each promise a piece that breaks it, and the words that say so."""
 
 from __future__ import annotations
 
