@@ -18,6 +18,7 @@ from cadenza.presets import (
     local_sgd,
     post_local_sgd,
     slowmo,
+    snoo,
     sparse_loco,
     streaming_diloco,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "shrink",
     "skip_round",
     "slowmo",
+    "snoo",
     "sparse_loco",
     "streaming_diloco",
     "weighting",

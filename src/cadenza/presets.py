@@ -21,9 +21,14 @@ __all__ = [
     "local_sgd",
     "post_local_sgd",
     "slowmo",
+    "snoo",
     "sparse_loco",
     "streaming_diloco",
 ]
+
+
+# The period of a level that is there only to say who starts together, averages gradients and ends together.
+_NEVER = every(2**62)
 
 
 # A preset that has an argument of the same name takes the other options only.
@@ -42,6 +47,11 @@ class _SlowMoOptions(CommonOptions, total=False):
     fragments: Fragmentation
     warmup_steps: int
     delay: int
+
+
+class _SnooOptions(CommonOptions, total=False):
+    fragments: Fragmentation
+    warmup_steps: int
 
 
 class _StreamingOptions(CommonOptions, total=False):
@@ -106,6 +116,27 @@ def slowmo(
     """
     plan = LevelPlan(as_schedule(period), codec=codec or fp32(), outer=slowmo_update(alpha=alpha, beta=beta))
     return Strategy(levels=(plan,), **options)
+
+
+def snoo(
+    period: int | Schedule = 30,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.8,
+    **options: Unpack[_SnooOptions],
+) -> Strategy:
+    """Take an outer Nesterov step every `period` steps of data-parallel training (Step-K Nesterov, arXiv 2510.15830).
+
+    Gradients are averaged in every step, by DDP or by `sync.average_gradients()`, so all workers are one replica, and
+    the outer step needs no communication. It is for better models, not for less traffic.
+
+    >>> strategy = snoo(period=10, outer_momentum=0.9)
+    >>> strategy.average_gradients, [level.groups for level in strategy.levels]
+    (True, [1, 'all'])
+    """
+    options.setdefault("average_gradients", True)
+    outer = nesterov(lr=outer_lr, momentum=outer_momentum)
+    return Strategy(levels=(LevelPlan(as_schedule(period), groups=1, outer=outer), LevelPlan(_NEVER)), **options)
 
 
 def diloco(

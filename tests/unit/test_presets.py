@@ -86,10 +86,20 @@ def test_eager_diloco_is_that_of_2502_12996() -> None:
     assert strategy.delay == 30
 
 
+def test_snoo_is_that_of_2510_15830() -> None:
+    strategy = cadenza.snoo()
+    inner, everyone = strategy.levels
+    assert inner == LevelPlan(every(30), groups=1, outer=nesterov(lr=0.7, momentum=0.8))
+    assert (everyone.groups, everyone.outer) == ("all", mean())
+    assert strategy.average_gradients
+    assert not cadenza.snoo(average_gradients=False).average_gradients
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
     "slowmo": {},
+    "snoo": {},
     "diloco": {},
     "eager_diloco": {},
     "streaming_diloco": {},
@@ -108,7 +118,7 @@ def test_every_preset_takes_the_options_of_a_strategy(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"eager_diloco", "streaming_diloco"}))
 def test_the_period_may_be_a_schedule(name: str) -> None:
     schedule = cadenza.changing({1: 8, 100: 64})
-    assert level(getattr(cadenza, name)(schedule, **PRESETS[name])).schedule == schedule
+    assert getattr(cadenza, name)(schedule, **PRESETS[name]).levels[0].schedule == schedule
 
 
 @pytest.mark.parametrize("name", PRESETS)
