@@ -28,8 +28,8 @@ from cadenza.cli.exit_codes import BAD_INPUT, NOBODY_LEFT
 from cadenza.cli.leash import PARENT, SAVING_S, follow_parent
 from cadenza.errors import StoreLostError
 from cadenza.participants.store import Line
+from cadenza.training.exit_records import last_record, write_end, write_event
 from cadenza.training.metrics import metrics_file
-from cadenza.training.obituaries import last_words, write_end, write_event
 
 __all__ = ["Plan", "Post"]
 
@@ -256,7 +256,7 @@ class Supervisor:
             return
         self._failures[worker] = code
         metrics = Path(self._plan.metrics) / metrics_file(worker)
-        error = last_words(metrics).error
+        error = last_record(metrics).error
         how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         again, why = self._prospect(worker, code)
         write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error and code > 0 else ""))
