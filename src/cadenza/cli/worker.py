@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cadenza.cli.exit_codes import BAD_INPUT, FAILED, NOBODY_LEFT
-from cadenza.cli.leash import follow_parent
+from cadenza.cli.parent_death import end_with_parent
 from cadenza.errors import (
     CadenzaError,
     CheckpointError,
@@ -96,7 +96,7 @@ def _is_being_made(run: Run) -> bool:
 
 
 if __name__ == "__main__":
-    follow_parent()
+    end_with_parent()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
