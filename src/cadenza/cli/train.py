@@ -181,8 +181,8 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
     try:
         leads = carry_out(run, config, console, plain=plain, network=network)
     except InterruptedRunError as interruption:
-        told = _left(run) if interruption.left else _saved(run, interruption.saved)
-        console.print(told, soft_wrap=True)
+        text = _left(run) if interruption.left else _saved(run, interruption.saved)
+        console.print(text, soft_wrap=True)
         raise typer.Exit(128 + interruption.number) from None
     except TrainingFailedError as error:
         if _last_saved(run) is None:
@@ -195,7 +195,7 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
 
 
 def finish(folders: Sequence[Path], target: Path, console: Console, *, report: bool) -> None:
-    """Tell what came of the runs, and draw it."""
+    """Show what came of the runs, and draw it."""
     from cadenza.cli.report import write_report
     from cadenza.cli.results import results
 

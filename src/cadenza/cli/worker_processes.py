@@ -54,8 +54,8 @@ class WorkerLogs(LogsSpecs):
 def start_workers(name: str, commands: list[WorkerCommand], logs: Path, *, attempt: int = 0) -> PContext:
     """Start workers that are watched, and ended, as one; torch knows them by their places in the list."""
     arguments = {place: tuple(one.command[1:]) for place, one in enumerate(commands)}
-    told = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-    envs = {place: {**one.env, "RANK": str(one.worker), **told} for place, one in enumerate(commands)}
+    restarts = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    envs = {place: {**one.env, "RANK": str(one.worker), **restarts} for place, one in enumerate(commands)}
     return start_processes(name, commands[0].command[0], arguments, envs, WorkerLogs(logs))
 
 

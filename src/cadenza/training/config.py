@@ -76,7 +76,7 @@ SomeSettings = TypeVar("SomeSettings", bound=BaseModel)
 
 
 class StrategySettings(Settings):
-    """When workers come together and what they send: a strategy's name, its codec, and the preset's own arguments.
+    """When workers average and what they send: a strategy's name, its codec, and the preset's own arguments.
 
     >>> StrategySettings(name="diloco", period=16).complete()
     {'name': 'diloco', 'codec': '', 'period': 16, 'outer_lr': 0.7, 'outer_momentum': 0.9}
@@ -292,9 +292,9 @@ class Config(Settings):
         return tomli_w.dumps({**self.model_dump(), "strategy": self.strategy.complete()})
 
     def _given(self) -> dict[str, Any]:
-        told = self.model_dump()
-        told["strategy"] = {key: value for key, value in told["strategy"].items() if key != "codec" or value}
-        return told
+        given = self.model_dump()
+        given["strategy"] = {key: value for key, value in given["strategy"].items() if key != "codec" or value}
+        return given
 
 
 def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:

@@ -43,8 +43,8 @@ def explain(kind: type[BaseModel], error: ErrorDetails, prefix: str = "") -> str
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, CadenzaError):  # which has named the key itself
         return str(cause)
-    told = error["msg"].removeprefix("Value error, ").removesuffix(".")
-    return f"{prefix}{last} = {_toml(error['input'])}: {told[:1].lower()}{told[1:]}{_meaning(known.get(last))}"
+    message = error["msg"].removeprefix("Value error, ").removesuffix(".")
+    return f"{prefix}{last} = {_toml(error['input'])}: {message[:1].lower()}{message[1:]}{_meaning(known.get(last))}"
 
 
 def _meaning(description: str | None) -> str:

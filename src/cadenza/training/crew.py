@@ -50,7 +50,7 @@ class Crew(Protocol):
         """Whether the model goes to a GPU."""
 
     @property
-    def leaves_alone(self) -> bool:
+    def leaves_on_sigterm(self) -> bool:
         """Whether a worker that gets SIGTERM leaves while the others go on."""
 
     @property

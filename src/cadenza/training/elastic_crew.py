@@ -47,7 +47,7 @@ class ElasticCrew:
         self.worker, self.workers = membership.worker, _most_workers(config, membership)
         self.membership: Membership | None = membership
         self.uses_cuda = config.launch.backend != "gloo" and torch.cuda.is_available()
-        self.leaves_alone = config.launch.nnodes != "1"
+        self.leaves_on_sigterm = config.launch.nnodes != "1"
         self.connection = membership.line()
         self._membership = membership
         self._grace_s = config.faults.grace_s

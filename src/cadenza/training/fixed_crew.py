@@ -39,7 +39,7 @@ def fixed_crew(config: Config) -> Iterator[FixedCrew]:
 class FixedCrew:
     """The workers of the default process group; a `cadenza.training.crew.Crew`."""
 
-    leaves_alone = False
+    leaves_on_sigterm = False
     select = staticmethod(select_whole)
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ class _Loop:
         agreement = StopAgreement(
             crew.connect(), crew.connection, expected=self._present, all_must_answer=not self.config.faults.tolerant
         )
-        self.stopper = Stopper(agreement, worker=job.worker, leaves_alone=crew.leaves_alone)
+        self.stopper = Stopper(agreement, worker=job.worker, leaves_on_sigterm=crew.leaves_on_sigterm)
         self.saved_at = 0
 
     @property
@@ -116,7 +116,7 @@ class _Loop:
         if self.leads:
             self._prepare_folder(joined)
         with self.stopper.watching():
-            self.crew.gather()  # from here on all are watching: none can begin a step while another would not hear
+            self.crew.gather()  # from here on all are watching: none can begin a step while another does not watch yet
             self._write_start(joined)
             self.job.model.train()
             finished = self._take_steps()

@@ -249,7 +249,7 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
     """Return what came of a run; the totals over all workers are those of `recorder.to_add_up()`."""
     losses, count, samples = totals
     step, faults = job.sync.clock, job.config.faults
-    told = {
+    result = {
         "status": status,
         "strategy": job.config.strategy.name,
         "codec": None if job.is_ddp else job.sync.strategy.levels[-1].codec.name,
@@ -266,5 +266,5 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
         "samples_per_s": samples / max(recorder.elapsed, 1e-9),
     }
     if faults.tolerant:
-        told |= {"faults": faults.policy, "failed_rounds": recorder.failed_rounds}
-    return told
+        result |= {"faults": faults.policy, "failed_rounds": recorder.failed_rounds}
+    return result

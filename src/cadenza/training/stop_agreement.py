@@ -33,7 +33,7 @@ _ASKED = "stop/asked"
 
 
 class StopAgreement:
-    """What workers tell each other before they stop; while the store is away, each stops where it is.
+    """How workers come to stop at one step; while the store is away, each stops where it is.
 
     Args:
         watching: A connection for the thread that watches for signals: its calls must not wait for the loop's.

@@ -47,12 +47,12 @@ class Stopper:
     Args:
         agreement: How the workers agree on a step.
         worker: This worker's number.
-        leaves_alone: Whether a worker that gets SIGTERM leaves while the others go on.
+        leaves_on_sigterm: Whether a worker that gets SIGTERM leaves while the others go on.
     """
 
-    def __init__(self, agreement: StopAgreement, *, worker: int, leaves_alone: bool = False) -> None:
+    def __init__(self, agreement: StopAgreement, *, worker: int, leaves_on_sigterm: bool = False) -> None:
         self._agreement = agreement
-        self._worker, self._leaves_alone = worker, leaves_alone
+        self._worker, self._leaves_on_sigterm = worker, leaves_on_sigterm
         self._lock = threading.Lock()
         self._begun = 0  # the last step that was begun; none yet
         self._frozen = False
@@ -122,7 +122,7 @@ class Stopper:
             now = time.monotonic()
             if self._asked_at is None:
                 self._asked_at = now
-                if self._leaves_alone and number == signal.SIGTERM:
+                if self._leaves_on_sigterm and number == signal.SIGTERM:
                     self.leave()
                 else:
                     self.request()

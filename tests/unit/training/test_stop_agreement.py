@@ -54,7 +54,7 @@ def test_one_that_does_not_answer_is_not_waited_for_long(
 
 
 def test_one_that_leaves_asks_nobody(two: list[Membership]) -> None:
-    leaving, staying = stopper_of(two[0], leaves_alone=True), stopper_of(two[1])
+    leaving, staying = stopper_of(two[0], leaves_on_sigterm=True), stopper_of(two[1])
     assert leaving.may_begin(3)
     leaving.leave()
     assert leaving.left
