@@ -208,8 +208,8 @@ def train_until_saved(folder: Path) -> None:
     """Train; a rank is killed in the moment at which its part of the first checkpoint is there."""
     save = Job.save
 
-    def die(self: Job, *arguments: Any) -> int:
-        save(self, *arguments)
+    def die(self: Job, *arguments: Any, **options: Any) -> int:
+        save(self, *arguments, **options)
         dist.barrier()  # so both parts are
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")

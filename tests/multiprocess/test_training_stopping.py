@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from cadenza.checkpoint import latest
-from cadenza.training import Config, runs, stopping
+from cadenza.training import Config, runs, stop_agreement
 from cadenza.training.loop import run_worker
 from support import tiny_task
 from support.ranks import RankPool, outcome
@@ -78,7 +78,7 @@ def test_a_signal_after_another_worker_has_died_does_not_wait_for_ever(ranks: Ra
 
 
 def train_in_a_hurry(folder: Path) -> tuple[Any, ...]:
-    with mock.patch.object(stopping, "_ANSWER_S", 2):
+    with mock.patch.object(stop_agreement, "_ANSWER_S", 2):
         return outcome(run_worker, folder)
 
 

@@ -42,8 +42,8 @@ class Manifest:
     workers: list[int] | None = None
 
     def to_json(self) -> str:
-        told = asdict(self)
-        return json.dumps({**told, "check": _check(told)}, indent=1)
+        fields = asdict(self)
+        return json.dumps({**fields, "check": _check(fields)}, indent=1)
 
 
 def write_state(path: Path, state: Mapping[str, torch.Tensor | str], describe: Callable[[int, str], Manifest]) -> None:
@@ -67,15 +67,15 @@ def read_manifest(path: Path) -> Manifest:
     """Return a file's manifest; raise if there is none, or if it was changed."""
     beside = _beside(path)
     try:
-        told: dict[str, Any] = json.loads(beside.read_text())
-        check = told.pop("check")
-        manifest = Manifest(**told)
+        fields: dict[str, Any] = json.loads(beside.read_text())
+        check = fields.pop("check")
+        manifest = Manifest(**fields)
     except FileNotFoundError:
         missing = beside if path.exists() else path
         raise CheckpointError(f"{missing} is missing: it was lost, or never written to the end.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{beside} is damaged: it is not the manifest that was written ({error}).") from error
-    if check != _check(told):
+    if check != _check(fields):
         raise CheckpointError(f"{beside} is damaged: it is not the manifest that was written.")
     return manifest
 
@@ -149,5 +149,5 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
-def _check(told: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _check(fields: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

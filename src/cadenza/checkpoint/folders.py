@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +15,16 @@ import torch
 
 from cadenza.checkpoint.files import Manifest, read_manifest, read_state, write_state
 from cadenza.checkpoint.files import verify as verify_file
-from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop
+from cadenza.checkpoint.layout import is_checkpoint_file, manifests, shared_file, worker_file
+from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop, read_loop
+from cadenza.checkpoint.selection import Selection, select_whole
 from cadenza.common.checksums import fingerprint
+from cadenza.engine.place import Place
 from cadenza.engine.saving import FORMAT, State, collect
 from cadenza.engine.synchronizer import Synchronizer
 from cadenza.errors import CheckpointError
 
-__all__ = ["latest", "load", "save"]
-
-_FILE = re.compile(r"(?:worker-\d+|shared(?:-\d+-of-\d+)?)\.(?:json|safetensors)(?:\.partial)?")
-_SHARD = re.compile(r"shared-\d+-of-(\d+)\.json")
+__all__ = ["Part", "collect_part", "latest", "load", "load_optimizers", "restore", "save"]
 
 
 def save(
@@ -58,22 +58,8 @@ def save(
     ['shared.json', 'shared.safetensors', 'worker-00000.json', 'worker-00000.safetensors']
     >>> dist.destroy_process_group()
     """
-    folder = Path(folder)
-    state = collect(sync.replica)
-    place = sync.replica.place()
-    state |= collect_loop(place.worker_root, model, optimizers_of(optimizer), extra)
-    mark = fingerprint(state, place.shared_root)
-    _refuse_overwriting(folder, mark)
-    folder.mkdir(parents=True, exist_ok=True)
-    describe = partial(Manifest, FORMAT, step=sync.clock, fingerprint=mark)
-    write_state(folder / _worker_file(place.worker), _below(state, place.worker_root), describe)
-    if place.position == 0:
-        workers = list(place.workers)
-        write_state(
-            folder / _shared_file(place.shard, place.shards),
-            _below(state, place.shared_root),
-            partial(describe, workers=workers),
-        )
+    part = collect_part(model, optimizers_of(optimizer), sync, extra)
+    part.write(Path(folder), shared=part.place.position == 0, overwrite=False)
 
 
 def load(
@@ -116,29 +102,8 @@ def load(
     0
     >>> dist.destroy_process_group()
     """
-    folder = Path(folder)
-    files = _files(folder)
-    place = sync.replica.place()
-    shared = _shared_file(place.shard, place.shards)
-    if shared not in files:
-        raise CheckpointError(
-            f"{folder} holds a model in {_shards(folder)} shards; here it is in {place.shards}. Shard it as it was. "
-            "Nothing was changed."
-        )
-    workers = files[shared].workers or []
-    mine = _worker_file(workers[place.position % len(workers)])
-    same = len(workers) == len(place.workers)
-    read = [shared, mine] if same else [shared, *(_worker_file(worker) for worker in workers)]
-    for name in files if verify == "all" else read:
-        verify_file(folder / name, files[name])
-    state: State = {}
-    for name in read:
-        state |= read_state(folder / name, leave=None if name in (shared, mine) else belongs_to_loop)
-    restoration = sync.prepare_to_load(state)
-    loop = prepare_loop(state, restoration, model, optimizers_of(optimizer))
-    loop.apply()
-    restoration.apply()
-    return loop.extra
+    selection = select_whole(Path(folder), sync.replica.place(), verify_files=verify)
+    return restore(selection, model, optimizers_of(optimizer), sync)
 
 
 def latest(root: str | Path) -> Path | None:
@@ -151,10 +116,10 @@ def latest(root: str | Path) -> Path | None:
     """
     root = Path(root)
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    begun = [folder for folder in folders if any(_FILE.fullmatch(path.name) for path in folder.iterdir())]
+    begun = [folder for folder in folders if any(is_checkpoint_file(path.name) for path in folder.iterdir())]
     for folder in sorted(begun, key=_age, reverse=True):
         try:
-            for name, manifest in _files(folder).items():
+            for name, manifest in manifests(folder).items():
                 verify_file(folder / name, manifest)
         except CheckpointError as error:
             warnings.warn(f"{folder} is not a whole checkpoint and is left out. {error}", stacklevel=2)
@@ -163,48 +128,91 @@ def latest(root: str | Path) -> Path | None:
     return None
 
 
-# ---- the files of a folder -------------------------------------------------------------------------------------------
+# ---- one worker's part -----------------------------------------------------------------------------------------------
 
 
-def _worker_file(worker: int) -> str:
-    return f"worker-{worker:05}.safetensors"
+@dataclass(frozen=True)
+class Part:
+    """What one worker adds to a checkpoint; the tensors are those in use, to be written before training goes on."""
+
+    state: State
+    place: Place
+    step: int
+    fingerprint: str
+
+    def write(self, folder: Path, *, shared: bool, overwrite: bool) -> int:
+        """Write this worker's file; return its size in bytes, the manifest's included.
+
+        Args:
+            folder: The checkpoint.
+            shared: Whether this worker also writes what all share; one of them does.
+            overwrite: Whether files of another whole checkpoint in the folder may be replaced.
+        """
+        if not overwrite:
+            _refuse_overwriting(folder, self.fingerprint)
+        folder.mkdir(parents=True, exist_ok=True)
+        place = self.place
+        describe = partial(Manifest, FORMAT, step=self.step, fingerprint=self.fingerprint)
+        path = folder / worker_file(place.worker)
+        write_state(path, self._below(place.worker_root), describe)
+        if shared:
+            describe_shared = partial(describe, workers=list(place.workers))
+            write_state(
+                folder / shared_file(place.shard, place.shards), self._below(place.shared_root), describe_shared
+            )
+        return sum(file.stat().st_size for file in folder.glob(f"{path.stem}.*"))
+
+    def _below(self, root: str) -> State:
+        return {key: value for key, value in self.state.items() if key.startswith(f"{root}/")}
 
 
-def _shared_file(shard: int, shards: int) -> str:
-    return "shared.safetensors" if shards == 1 else f"shared-{shard:05}-of-{shards:05}.safetensors"
+def collect_part(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    sync: Synchronizer,
+    extra: Mapping[str, Any] | None,
+) -> Part:
+    """Return this worker's part of a checkpoint; rounds in flight are waited for, but not landed."""
+    state = collect(sync.replica)
+    place = sync.replica.place()
+    state |= collect_loop(place.worker_root, model, optimizers, extra)
+    return Part(state, place, sync.clock, fingerprint(state, place.shared_root))
 
 
-def _files(folder: Path) -> dict[str, Manifest]:
-    """Return the manifests of all files that belong to a checkpoint, by the files' names; raise if one is missing."""
-    found: dict[str, Manifest] = {}
-    shards = _shards(folder)
-    for shard in range(shards):
-        name = _shared_file(shard, shards)
-        shared = found[name] = read_manifest(folder / name)
-        if not shared.workers:
-            raise CheckpointError(f"{folder / name} names no workers, so it is not what was written.")
-        for worker in shared.workers:
-            file = _worker_file(worker)
-            found[file] = read_manifest(folder / file)
-            if found[file].fingerprint != shared.fingerprint:
-                raise CheckpointError(
-                    f"{folder / file} (step {found[file].step}) and {folder / name} (step {shared.step}) were not "
-                    "saved together."
-                )
-    return found
+def restore(
+    selection: Selection, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], sync: Synchronizer
+) -> dict[str, Any] | None:
+    """Go on from the selected files, which were verified; return the `extra` that was saved with them."""
+    folder = selection.folder
+    state = read_state(folder / selection.shared) | read_state(folder / selection.mine)
+    for name in selection.residuals:
+        state |= read_state(folder / name, leave=belongs_to_loop)
+    restoration = sync.prepare_to_load(state, worker=selection.worker)
+    loop = prepare_loop(state, restoration, model, optimizers)
+    loop.apply()
+    restoration.apply()
+    if not selection.own:  # what another worker did since the last round stays its own
+        sync.replica.start_from_anchors()
+    return loop.extra
 
 
-def _shards(folder: Path) -> int:
-    """Return into how many shards the model of a checkpoint is cut."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    counts = [int(found.group(1)) for found in map(_SHARD.fullmatch, names) if found]
-    return 1 if not counts or "shared.json" in names else counts[0]
+def load_optimizers(folder: Path, worker: int, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Give the optimizers what a worker's file holds, and return its `extra`.
+
+    For a worker that has taken the model and all that is shared from the others.
+    """
+    path = folder / worker_file(worker)
+    verify_file(path, read_manifest(path))
+    states, extra = read_loop(read_state(path), worker, optimizers)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    return extra
 
 
 def _refuse_overwriting(folder: Path, fingerprint: str) -> None:
     """Keep a whole checkpoint; what is left of one that was not finished may go."""
     try:
-        files = _files(folder)
+        files = manifests(folder)
     except CheckpointError:
         return
     if all(manifest.fingerprint != fingerprint for manifest in files.values()):
@@ -213,10 +221,6 @@ def _refuse_overwriting(folder: Path, fingerprint: str) -> None:
             f"{folder} holds a whole checkpoint of step {step}, which a crash while overwriting it would destroy. Give "
             'every checkpoint a folder of its own, such as f"{root}/step-{sync.clock:08}".'
         )
-
-
-def _below(state: State, root: str) -> State:
-    return {key: value for key, value in state.items() if key.startswith(f"{root}/")}
 
 
 def _age(folder: Path) -> tuple[float, str]:

@@ -42,13 +42,13 @@ def collect_loop(
 ) -> State:
     """Return what the loop needs to go on: the tensors themselves, to be written before training goes on."""
     writer = _Writer(root)
-    told = {
+    described = {
         "model": writer.write("model", _unwrapped(model).state_dict()),
         "optimizer": writer.write("optimizer", [optimizer.state_dict() for optimizer in optimizers]),
         "random": writer.write("random", random_state()),
         "extra": writer.write("extra", extra),
     }
-    return {f"{root}/loop": json.dumps(told), **writer.tensors}
+    return {f"{root}/loop": json.dumps(described), **writer.tensors}
 
 
 def belongs_to_loop(key: str) -> bool:
@@ -90,22 +90,22 @@ def prepare_loop(
     root = f"worker/{restoration.worker}"
     if f"{root}/loop" not in state:
         raise CheckpointError(f"This state has no {root}/loop: it was not saved by cadenza.checkpoint.")
-    told = read_json(f"{root}/loop", state[f"{root}/loop"])
+    described = read_json(f"{root}/loop", state[f"{root}/loop"])
     inner = _unwrapped(model)
-    values = _fitted_model(_read(told["model"], state), inner.state_dict())
-    states = _fitted_optimizers(_read(told["optimizer"], state, copy=True), optimizers)
+    values = _fitted_model(_read(described["model"], state), inner.state_dict())
+    states = _fitted_optimizers(_read(described["optimizer"], state, copy=True), optimizers)
     # Of workers that go on from one entry, only one may draw its random numbers.
-    numbers = _read(told["random"], state) if restoration.first else None
-    return Loop(_read(told["extra"], state, copy=True), inner, optimizers, values, states, numbers)
+    numbers = _read(described["random"], state) if restoration.first else None
+    return Loop(_read(described["extra"], state, copy=True), inner, optimizers, values, states, numbers)
 
 
 def read_loop(
     state: Mapping[str, torch.Tensor | str], worker: int, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return what a worker's optimizers held, as they take it, and its `extra`; nothing is changed."""
-    told = read_json(f"worker/{worker}/loop", state.get(f"worker/{worker}/loop"))
-    states = _fitted_optimizers(_read(told["optimizer"], state, copy=True), optimizers)
-    return states, _read(told["extra"], state, copy=True) or {}
+    described = read_json(f"worker/{worker}/loop", state.get(f"worker/{worker}/loop"))
+    states = _fitted_optimizers(_read(described["optimizer"], state, copy=True), optimizers)
+    return states, _read(described["extra"], state, copy=True) or {}
 
 
 # ---- values and JSON -------------------------------------------------------------------------------------------------
@@ -147,28 +147,28 @@ class _Writer:
         if local.numel():
             key = self._known.setdefault(memory, key)
         self.tensors[key] = local
-        told: dict[str, Any] = {"tensor": key}
+        described: dict[str, Any] = {"tensor": key}
         if not local.is_contiguous() and 0 not in local.stride():
-            told["stride"] = local.stride()  # kernels may round differently along other strides
-        return told
+            described["stride"] = local.stride()  # kernels may round differently along other strides
+        return described
 
 
-def _read(told: Any, state: Mapping[str, torch.Tensor | str], *, copy: bool = False) -> Any:
+def _read(described: Any, state: Mapping[str, torch.Tensor | str], *, copy: bool = False) -> Any:
     """Return nested values as they were before `_Writer` wrote them; `copy` if they are taken as they are."""
-    if not isinstance(told, dict):
-        return told
-    if "tensor" in told:
-        tensor = state.get(told["tensor"])
+    if not isinstance(described, dict):
+        return described
+    if "tensor" in described:
+        tensor = state.get(described["tensor"])
         if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"The state has no tensor {told['tensor']}.")
-        if "stride" not in told:
+            raise CheckpointError(f"The state has no tensor {described['tensor']}.")
+        if "stride" not in described:
             return tensor.clone() if copy else tensor
-        return torch.empty_strided(tensor.shape, told["stride"], dtype=tensor.dtype).copy_(tensor)
-    if "dict" in told:
-        return {_read(key, state): _read(item, state, copy=copy) for key, item in told["dict"]}
-    if "tuple" in told:
-        return tuple(_read(item, state, copy=copy) for item in told["tuple"])
-    return [_read(item, state, copy=copy) for item in told["list"]]
+        return torch.empty_strided(tensor.shape, described["stride"], dtype=tensor.dtype).copy_(tensor)
+    if "dict" in described:
+        return {_read(key, state): _read(item, state, copy=copy) for key, item in described["dict"]}
+    if "tuple" in described:
+        return tuple(_read(item, state, copy=copy) for item in described["tuple"])
+    return [_read(item, state, copy=copy) for item in described["list"]]
 
 
 # ---- models and optimizers -------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""The elastic agent of one node, in a process of its own: torch's launcher, the engine under torchrun.
+"""The program that starts the workers of one node that live and fail together.
 
-`cadenza train` starts it as ``python -m cadenza.cli.agent PLAN`` with a `Plan` as JSON, and reads from its standard
-output one line of JSON for what went wrong: workers that failed, nodes that did not meet. A process of its own, so that
-Ctrl-C reaches the front alone, which asks the workers to stop while the agent watches them end as if they had
-finished; and so that what torch logs goes to a file.
+`cadenza train` starts it as ``python -m cadenza.cli.agent rendezvous PLAN``, for torch's elastic agent, the engine
+under torchrun; or, where all hosts are known, as ``python -m cadenza.cli.agent hosts PLAN``. PLAN is JSON. A process of
+its own, so that Ctrl-C reaches the front alone, which asks the workers to stop while the agent watches them end as if
+they had finished; and so that what torch logs goes to a file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from cadenza.cli.leash import PARENT, SAVING_S, follow_parent
+from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
+from cadenza.cli.worker_processes import WorkerCommand, WorkerLogs, report_failures, report_problem, start_workers
 
-__all__ = ["Plan"]
+__all__ = ["HostsPlan", "RendezvousPlan"]
+
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What an agent is to launch; the names are torchrun's."""
+class RendezvousPlan:
+    """What torch's elastic agent is to launch on this node; the names are torchrun's."""
 
     command: list[str]
     logs: str
@@ -44,40 +46,24 @@ class Plan:
     local_addr: str | None
     max_restarts: int
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def arguments(self) -> list[str]:
+        """Return the program's arguments."""
+        return ["rendezvous", json.dumps(asdict(self))]
 
 
-class WorkerLogs(LogsSpecs):
-    """One file a worker and stream, by the worker's rank, not by its place on the node."""
+@dataclass(frozen=True)
+class HostsPlan:
+    """Workers that know where worker 0 is, one on each host of an emulated network."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self._folder = folder
+    commands: list[WorkerCommand]
+    logs: str
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        destination = LogsDest()
-        for local_rank, env in envs.items():
-            attempt = int(env["TORCHELASTIC_RESTART_COUNT"])
-            name = f"worker-{int(env['RANK']):05d}" + (f".attempt-{attempt}" if attempt else "")
-            destination.stdouts[local_rank] = str(self._folder / f"{name}.out")
-            destination.stderrs[local_rank] = str(self._folder / f"{name}.err")
-            destination.error_files[local_rank] = str(self._folder / f"{name}.error.json")
-            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank]
-        return destination
+    def arguments(self) -> list[str]:
+        """Return the program's arguments."""
+        return ["hosts", json.dumps(asdict(self))]
 
 
-def tell(**what: Any) -> None:
-    """Tell the front."""
-    print(json.dumps(what), flush=True)
-
-
-def launch(plan: Plan) -> None:
+def launch_by_rendezvous(plan: RendezvousPlan) -> None:
     """Run the workers of this node until all have finished, or one has failed too often."""
     options: dict[str, Any] = {"shutdown_timeout": SAVING_S}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
@@ -92,27 +78,43 @@ def launch(plan: Plan) -> None:
         rdzv_configs=plan.rdzv_configs,
         local_addr=plan.local_addr,
         max_restarts=plan.max_restarts,
-        monitor_interval=0.3,
+        monitor_interval=_POLL_S,
         **{name: value for name, value in options.items() if name in known},  # older torch has fewer
     )
     elastic_launch(config, plan.command[0])(*plan.command[1:])
 
 
-def main() -> int:
-    """Launch, and tell how it ended; the exit code is 0 if all workers finished."""
-    follow_parent(signal.SIGTERM)  # the launcher passes it on, and the workers save
-    os.environ[PARENT] = str(os.getpid())
+def launch_on_hosts(plan: HostsPlan) -> None:
+    """Run the workers of all hosts until all have finished, or one has failed."""
+    context = start_workers("workers", plan.commands, Path(plan.logs))
     try:
-        launch(Plan(**json.loads(sys.argv[1])))
+        result = context.wait(period=_POLL_S)
+    except SignalException as error:
+        context.close(error.sigval, SAVING_S)
+        raise
+    if result is not None and result.is_failed():
+        raise ChildFailedError("workers", result.failures)
+
+
+def _launch(kind: str, plan: dict[str, Any]) -> None:
+    if kind == "rendezvous":
+        launch_by_rendezvous(RendezvousPlan(**plan))
+    else:
+        launch_on_hosts(HostsPlan([WorkerCommand(**one) for one in plan["commands"]], plan["logs"]))
+
+
+def main() -> int:
+    """Launch, and report how it ended; the exit code is 0 if all workers finished."""
+    end_with_parent(signal.SIGTERM)  # the launcher passes it on, and the workers save
+    os.environ[PARENT] = str(os.getpid())
+    kind, plan = sys.argv[1:]
+    try:
+        _launch(kind, json.loads(plan))
     except ChildFailedError as error:
-        failures = [
-            {"worker": rank, "exitcode": failure.exitcode, "pid": failure.pid, "time": failure.timestamp}
-            for rank, failure in error.failures.items()
-        ]
-        tell(event="failed", failures=failures)
+        report_failures({rank: failure.exitcode for rank, failure in error.failures.items()})
         return 1
     except RendezvousError as error:
-        tell(event="apart", error=f"{error.__cause__ or error}")
+        report_problem(f"{error.__cause__ or error}")
         return 1
     except SignalException as error:
         return 128 + error.sigval

@@ -69,7 +69,7 @@ def cadenza(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; errors that were foreseen are told in a paragraph, and end in an exit code."""
+    """Run the command line; errors that were foreseen are printed as a paragraph, and end in an exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     try:

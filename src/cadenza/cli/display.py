@@ -44,7 +44,7 @@ class Display(Protocol):
         """Show the progress, and the lines of metrics that are new."""
 
     def say(self, text: str) -> None:
-        """Tell something that stays in sight."""
+        """Show a text that stays in sight."""
 
 
 class LiveDisplay:
@@ -75,7 +75,7 @@ class LiveDisplay:
         for worker, line in news:
             if line["kind"] == "event" and line["level"] != "info":
                 self._console.print(Text(f"worker {worker}: {line['text']}", _LEVEL_STYLES.get(line["level"], "")))
-            elif text := self._failures.hear(worker, line):
+            elif text := self._failures.take(worker, line):
                 self._console.print(Text(text, _LEVEL_STYLES["warning"]))
         self._draw()
         self._next = time.monotonic() + max(_REFRESH_S, (time.thread_time() - began) / _COST_LIMIT)
@@ -107,15 +107,15 @@ class PlainDisplay:
         pass
 
     def due(self) -> bool:
-        return True  # evaluations are told at once; reading for them costs little
+        return True  # evaluations are shown at once; reading for them costs little
 
     def show(self, progress: Progress, news: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        told = [
+        texts = [
             text
             for worker, line in news
-            if (text := _news(worker, line, progress) or self._failures.hear(worker, line))
+            if (text := _news(worker, line, progress) or self._failures.take(worker, line))
         ]
-        for text in told:
+        for text in texts:
             self._print(text)
         now = time.monotonic()
         if progress.loss is None or progress.step <= max(0, self._step):
@@ -272,14 +272,14 @@ class _Failures:
 
     >>> failures = _Failures()
     >>> failed = {"kind": "failed", "step": 16, "reason": "the store cannot be reached"}
-    >>> failures.hear(0, failed), failures.hear(1, failed)
+    >>> failures.take(0, failed), failures.take(1, failed)
     ('step 16 · the round failed, nothing was changed: the store cannot be reached', '')
     """
 
     def __init__(self) -> None:
         self._reason = ""
 
-    def hear(self, worker: int, line: dict[str, Any]) -> str:
+    def take(self, worker: int, line: dict[str, Any]) -> str:
         """Return a line, or nothing."""
         if line["kind"] == "round":
             self._reason = ""

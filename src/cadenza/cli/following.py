@@ -190,14 +190,14 @@ class Follower:
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
         """Take in what is new, and return the lines that are not steps, with the worker that wrote them."""
-        told = []
+        news = []
         for path in self._files():
             worker = int(path.stem.rpartition("-")[2])
             for line in self._new_lines(path):
                 self.progress.take(worker, line)
                 if line["kind"] != "step":
-                    told.append((worker, line))
-        return told
+                    news.append((worker, line))
+        return news
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:

@@ -23,7 +23,7 @@ from cadenza.errors import UsageError
 from cadenza.participants.store import local_end, parse_address
 from cadenza.training.config import Config, LaunchSettings
 
-__all__ = ["Meeting", "Place", "arrange", "node_range", "store_place"]
+__all__ = ["Rendezvous", "StorePlace", "arrange", "node_range", "store_place"]
 
 _DEFAULT_PORT = 29400  # torch's
 _ANSWER_S = 5
@@ -36,7 +36,7 @@ dist.TCPStore(sys.argv[1], int(sys.argv[2]), wait_for_workers=False)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What torch's launcher wants to know about a rendezvous, and whether this node speaks for all."""
 
     backend: str
@@ -61,7 +61,7 @@ def node_range(nnodes: str) -> tuple[int, int]:
     return found
 
 
-def arrange(launch: LaunchSettings, *, name: str) -> Meeting:
+def arrange(launch: LaunchSettings, *, name: str) -> Rendezvous:
     """Return how this node meets the others; raise if the endpoint cannot be used.
 
     Args:
@@ -79,18 +79,20 @@ def arrange(launch: LaunchSettings, *, name: str) -> Meeting:
                 f"where HOST is one of them and PORT is free there, such as {_DEFAULT_PORT}."
             )
         here = "127.0.0.1"  # as torchrun --standalone
-        return Meeting("c10d", "localhost:0", uuid.uuid4().hex, {}, here, _interface_of(here), leads=True)
+        return Rendezvous("c10d", "localhost:0", uuid.uuid4().hex, {}, here, _interface_of(here), leads=True)
     job = launch.rdzv_id or name
     if launch.rdzv_backend != "c10d":
         configs = {"rank": launch.node_rank} if launch.rdzv_backend == "static" else {}
-        return Meeting(launch.rdzv_backend, launch.rdzv_endpoint, job, configs, None, None, leads=launch.node_rank == 0)
+        return Rendezvous(
+            launch.rdzv_backend, launch.rdzv_endpoint, job, configs, None, None, leads=launch.node_rank == 0
+        )
     host, port = _parsed(launch.rdzv_endpoint)
     address = _resolved(host, launch.rdzv_endpoint)
     if not _is_here(address):
         own = _route_to(address)
         if own is None:
             raise UsageError(f"--rdzv-endpoint {launch.rdzv_endpoint}: there is no way from here to {address}.")
-        return Meeting("c10d", f"{host}:{port}", job, {"is_host": False}, own, _interface_of(own), leads=False)
+        return Rendezvous("c10d", f"{host}:{port}", job, {"is_host": False}, own, _interface_of(own), leads=False)
     listens = not _is_taken(address, port)
     if not listens and (nodes == 1 or not _answers(host, port)):
         raise UsageError(
@@ -100,12 +102,12 @@ def arrange(launch: LaunchSettings, *, name: str) -> Meeting:
     # Where the port is taken by a node of the same run on this machine, this one is its guest. A name may lead to the
     # loopback on its own machine, and to the network elsewhere.
     outward = _route_to(_ELSEWHERE) if nodes > 1 and ipaddress.ip_address(address).is_loopback else address
-    return Meeting("c10d", f"{host}:{port}", job, {"is_host": listens}, host, _interface_of(outward), leads=listens)
+    return Rendezvous("c10d", f"{host}:{port}", job, {"is_host": listens}, host, _interface_of(outward), leads=listens)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where workers meet that may come and go: a store, and whether this node serves it.
+class StorePlace:
+    """Where elastic workers find each other: a store, and whether this node serves it.
 
     Attributes:
         host: The store's host.
@@ -124,8 +126,8 @@ class Place:
     interface: str | None
 
 
-def store_place(config: Config, network: Network | None = None) -> Place:
-    """Return where the workers of a run under `skip_round` or `shrink` meet; raise if that cannot be.
+def store_place(config: Config, network: Network | None = None) -> StorePlace:
+    """Return where the elastic workers of a run find each other; raise if they cannot.
 
     >>> place = store_place(Config().with_(**{"faults.policy": "shrink", "launch.workers": 3}))
     >>> place.host, place.port, place.serves, place.workers
@@ -135,7 +137,7 @@ def store_place(config: Config, network: Network | None = None) -> Place:
     least, most = node_range(launch.nnodes)
     workers = least * launch.workers
     if network is not None:
-        return Place(network.hosts[0].address, 0, True, True, len(network.hosts), None)
+        return StorePlace(network.hosts[0].address, 0, True, True, len(network.hosts), None)
     if launch.node_rank >= most:
         raise UsageError(
             f"--node-rank {launch.node_rank}: with --nnodes {launch.nnodes}, nodes are numbered from 0 to {most - 1}."
@@ -149,7 +151,7 @@ def store_place(config: Config, network: Network | None = None) -> Place:
                 "python -m cadenza.membership serves, as faults.store."
             )
         here = "127.0.0.1"
-        return Place(here, 0, True, True, workers, _interface_of(here))
+        return StorePlace(here, 0, True, True, workers, _interface_of(here))
     leads = launch.node_rank == 0
     host, port = parse_address(config.faults.store) if config.faults.store else _parsed(launch.rdzv_endpoint)
     address = _resolved(host, given)
@@ -165,7 +167,7 @@ def store_place(config: Config, network: Network | None = None) -> Place:
     if serves and _is_taken(address, port):
         raise UsageError(f"Port {port} of {host} is in use by another program (--rdzv-endpoint {given}).")
     outward = _route_to(_ELSEWHERE) if most > 1 and ipaddress.ip_address(own).is_loopback else own
-    return Place(host, port, serves, leads, workers, _interface_of(outward))
+    return StorePlace(host, port, serves, leads, workers, _interface_of(outward))
 
 
 def _parsed(endpoint: str) -> tuple[str, int]:

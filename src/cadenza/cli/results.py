@@ -22,12 +22,12 @@ _ENOUGH = 14  # rows of a comparison; the report has them all
 def results(folders: Sequence[Path]) -> RenderableType:
     """Return the table: a run a column."""
     runs = read_runs(folders)
-    told = summary_tables(runs[0])[0] if len(runs) == 1 else comparison_table(runs)
+    shown = summary_tables(runs[0])[0] if len(runs) == 1 else comparison_table(runs)
     table = Table(box=SIMPLE_HEAD, show_header=len(runs) > 1, pad_edge=False)
     table.add_column("")
     for run in runs:
         table.add_column(run.name, justify="right")
-    for name, *cells in told.rows[:_ENOUGH]:
+    for name, *cells in shown.rows[:_ENOUGH]:
         table.add_row(name.text, *(cell.text for cell in cells))
     links = [link for folder in folders if (link := Run(folder).environment().get("link")) is not None]
     if len(links) == len(folders):

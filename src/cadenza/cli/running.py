@@ -12,9 +12,9 @@ from rich.console import Console
 from cadenza import emulation
 from cadenza.cli.display import Display, LiveDisplay, PlainDisplay
 from cadenza.cli.following import Follower
-from cadenza.cli.launching import ElasticWorkers, LinkedWorkers, Workers, log_folder
+from cadenza.cli.launching import Workers, log_folder
+from cadenza.cli.programs import program_for
 from cadenza.cli.rendezvous import node_range
-from cadenza.cli.supervising import SupervisedWorkers
 from cadenza.cli.watching import watch
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
@@ -93,7 +93,7 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     logs = log_folder(run.folder)
     follower = Follower(run.metrics, from_now=True)
     sent = [] if network is None else [host.bytes_sent() for host in network.hosts]
-    workers = _workers(run, config, logs, network)
+    workers = Workers(program_for(run.folder, config, logs, network), logs.parent, network)
     title = title_of(run, config, network)
     live = console.is_terminal and not plain and workers.leads
     display: Display = LiveDisplay(console, title) if live else PlainDisplay(console, title)
@@ -103,14 +103,6 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
         left = [host.bytes_sent() - before for host, before in zip(network.hosts, sent, strict=True)]
         run.write_environment({**run.environment(), "link": {"rate": network.rate, "interface_bytes": left}})
     return workers.leads
-
-
-def _workers(run: Run, config: Config, logs: Path, network: Network | None) -> Workers:
-    if config.faults.tolerant:
-        return SupervisedWorkers(run.folder, config, logs, network)
-    if network is None:
-        return ElasticWorkers(run.folder, config.launch, logs)
-    return LinkedWorkers(run.folder, config.launch, logs, network)
 
 
 def title_of(run: Run, config: Config, network: Network | None = None) -> str:

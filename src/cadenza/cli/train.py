@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from cadenza.cli import train_options as options
 from cadenza.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,137 +25,41 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-RUN, STRATEGY, TRAINING = "The run", "The strategy", "The training"
-NODES, RACE = "Many machines, in torchrun's words", "Comparing"
-
-
-def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
-def _complete_strategy(incomplete: str) -> list[str]:
-    from cadenza.training.strategies import STRATEGIES
-
-    return [name for name in STRATEGIES if name.startswith(incomplete)]
-
-
-def _complete_codec(incomplete: str) -> list[str]:
-    from cadenza.training.strategies import CODECS
-
-    return [name for name in CODECS if name.startswith(incomplete)]
-
-
-def _complete_policy(incomplete: str) -> list[str]:
-    return [name for name in ("raise_error", "skip_round", "shrink") if name.startswith(incomplete)]
-
 
 def train(
-    task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TASK",
-            help="Your own training: package.module:build, a function that returns a Task.",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[Path | None, _option("A TOML file; flags override it.", RUN, "--config", metavar="FILE")] = None,
-    print_config: Annotated[bool, _option("Print the whole configuration as TOML, and end.", RUN, "--print-config")] = (
-        False
-    ),
-    run: Annotated[
-        Path | None, _option("The run's folder; runs/TIME-STRATEGY if not given.", RUN, "--run", metavar="FOLDER")
-    ] = None,
-    resume: Annotated[
-        Path | None, _option("Go on with a run, from its newest whole checkpoint.", RUN, metavar="RUN")
-    ] = None,
-    plain: Annotated[bool, _option("Plain lines, also on a terminal.", RUN, "--plain")] = False,
-    no_report: Annotated[bool, _option("Draw no report at the end.", RUN, "--no-report")] = False,
-    strategy: Annotated[
-        str | None,
-        _option(
-            "ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco (the default), streaming_diloco or "
-            "sparse_loco.",
-            STRATEGY,
-            autocompletion=_complete_strategy,
-        ),
-    ] = None,
-    period: Annotated[int | None, _option("Steps from one round to the next.", STRATEGY)] = None,
-    codec: Annotated[
-        str | None,
-        _option(
-            "How differences are written: fp32, bf16, fp16, int8, e3m0 or topk; +feedback behind it sends later what "
-            "was lost.",
-            STRATEGY,
-            autocompletion=_complete_codec,
-        ),
-    ] = None,
-    outer_lr: Annotated[float | None, _option("Learning rate of the outer step.", STRATEGY)] = None,
-    delay: Annotated[int | None, _option("Steps for which a round may be on its way.", STRATEGY)] = None,
-    faults: Annotated[
-        str | None,
-        _option(
-            "What is done when a worker dies: raise_error (the default), skip_round or shrink, which go on.",
-            STRATEGY,
-            metavar="POLICY",
-            autocompletion=_complete_policy,
-        ),
-    ] = None,
-    warmup_steps: Annotated[int | None, _option("Steps with averaged gradients, at first.", STRATEGY)] = None,
-    steps: Annotated[int | None, _option("Optimizer steps of each worker.", TRAINING)] = None,
-    workers: Annotated[int | None, _option("Workers on this node (torchrun: --nproc-per-node).", TRAINING)] = None,
-    seed: Annotated[int | None, _option("What random numbers begin with.", TRAINING)] = None,
-    settings: Annotated[
-        list[str] | None,
-        _option(
-            "Any key of the configuration, such as options.width=64; may be repeated.",
-            TRAINING,
-            "--set",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    nnodes: Annotated[str | None, _option("Nodes, or a range such as 2:4.", NODES, metavar="N")] = None,
-    node_rank: Annotated[int | None, _option("This node's number, for a static rendezvous.", NODES)] = None,
-    rdzv_backend: Annotated[str | None, _option("How nodes find each other: c10d, static, ….", NODES)] = None,
-    rdzv_endpoint: Annotated[
-        str | None, _option("Where they do, the same on all nodes.", NODES, metavar="HOST:PORT")
-    ] = None,
-    rdzv_id: Annotated[str | None, _option("The job's name, the same on all nodes.", NODES)] = None,
-    max_restarts: Annotated[
-        int | None, _option("How often workers are started anew, from the last checkpoint, if one fails.", NODES)
-    ] = None,
-    compare: Annotated[
-        str | None, _option("Train by several strategies, one after the other.", RACE, metavar="NAME,NAME,…")
-    ] = None,
-    link: Annotated[
-        str | None,
-        _option("Put each worker behind an emulated link, such as 100mbit; needs root.", RACE, metavar="RATE"),
-    ] = None,
+    task: options.Task = None,
+    config: options.ConfigFile = None,
+    print_config: options.PrintConfig = False,
+    run: options.RunFolder = None,
+    resume: options.Resume = None,
+    plain: options.Plain = False,
+    no_report: options.NoReport = False,
+    strategy: options.StrategyName = None,
+    period: options.Period = None,
+    codec: options.Codec = None,
+    outer_lr: options.OuterLr = None,
+    delay: options.Delay = None,
+    faults: options.Faults = None,
+    warmup_steps: options.WarmupSteps = None,
+    steps: options.Steps = None,
+    workers: options.Workers = None,
+    seed: options.Seed = None,
+    settings: options.Settings = None,
+    nnodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv_backend: options.RdzvBackend = None,
+    rdzv_endpoint: options.RdzvEndpoint = None,
+    rdzv_id: options.RdzvId = None,
+    max_restarts: options.MaxRestarts = None,
+    compare: options.Compare = None,
+    link: options.Link = None,
 ) -> None:
     """Train a model on many workers that talk seldom, and draw a report.
 
     Without a TASK: a small GPT on the sources of Python's standard library, two to three minutes on two cores. Ctrl-C
     stops all workers and saves. A run is a folder: configuration, metrics, logs, checkpoints, model, report.
     """
-    flags = {
-        "task": task,
-        "steps": steps,
-        "seed": seed,
-        "strategy.name": strategy,
-        "strategy.period": period,
-        "strategy.codec": codec,
-        "strategy.outer_lr": outer_lr,
-        "strategy.delay": delay,
-        "strategy.warmup_steps": warmup_steps,
-        "faults.policy": faults,
-        "launch.workers": workers,
-        "launch.nnodes": nnodes,
-        "launch.node_rank": node_rank,
-        "launch.rdzv_backend": rdzv_backend,
-        "launch.rdzv_endpoint": rdzv_endpoint,
-        "launch.rdzv_id": rdzv_id,
-        "launch.max_restarts": max_restarts,
-    }
-    overrides = {key: value for key, value in flags.items() if value is not None} | parse_settings(settings or [])
+    overrides = options.overrides_of(locals()) | parse_settings(settings or [])
     _refuse_together(resume=resume, config=config, run=run, compare=compare)
     from rich.console import Console
 
@@ -276,8 +181,8 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
     try:
         leads = carry_out(run, config, console, plain=plain, network=network)
     except InterruptedRunError as interruption:
-        told = _left(run) if interruption.left else _saved(run, interruption.saved)
-        console.print(told, soft_wrap=True)
+        text = _left(run) if interruption.left else _saved(run, interruption.saved)
+        console.print(text, soft_wrap=True)
         raise typer.Exit(128 + interruption.number) from None
     except TrainingFailedError as error:
         if _last_saved(run) is None:
@@ -290,7 +195,7 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
 
 
 def finish(folders: Sequence[Path], target: Path, console: Console, *, report: bool) -> None:
-    """Tell what came of the runs, and draw it."""
+    """Show what came of the runs, and draw it."""
     from cadenza.cli.report import write_report
     from cadenza.cli.results import results
 

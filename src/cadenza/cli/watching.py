@@ -151,17 +151,17 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
     first = _first(workers.crashes, progress)
     if first is None:
         raise TrainingFailedError(workers.problem or f"The workers could not be started; see {logs.parent}.")
-    told = progress.workers[first.worker].error if first.worker in progress.workers else None
+    reason = progress.workers[first.worker].error if first.worker in progress.workers else None
     log = _last_log(logs, first.worker)
     if first.exitcode == BAD_INPUT:
-        raise UsageError(told or _without_prefix(last_lines(log, 1)))
+        raise UsageError(reason or _without_prefix(last_lines(log, 1)))
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         hint = " (often the kernel's, for want of memory)" if name == "SIGKILL" else ""
-        told = f"It was ended by {name}{hint}."
+        reason = f"It was ended by {name}{hint}."
     tail = last_lines(log)
     shown = f"\n\nThe end of {log}:\n{tail}" if tail and _is_traceback(tail) else f" Its log is {log}."
-    raise TrainingFailedError(f"Worker {first.worker} failed: {told or 'it said nothing.'}{shown}")
+    raise TrainingFailedError(f"Worker {first.worker} failed: {reason or 'it said nothing.'}{shown}")
 
 
 def _last_log(logs: Path, worker: int) -> Path:

@@ -18,11 +18,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from cadenza.cli.exit_codes import BAD_INPUT, FAILED, NOBODY_LEFT
-from cadenza.cli.leash import follow_parent
-from cadenza.common.process_groups import resolve, store_of
+from cadenza.cli.parent_death import end_with_parent
 from cadenza.errors import (
     CadenzaError,
     CheckpointError,
@@ -32,8 +29,8 @@ from cadenza.errors import (
     UsageError,
 )
 from cadenza.training.config import Config, read_config
-from cadenza.training.loop import process_group, run_worker
-from cadenza.training.runs import create, open_run
+from cadenza.training.loop import run_worker
+from cadenza.training.runs import Run, create, open_run
 
 __all__ = ["main"]
 
@@ -68,33 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train_by(config: Config, folder: Path) -> None:
     """Train in a folder that one worker makes for all, unless it is there, as when a launcher starts workers anew."""
-    if config.faults.tolerant:
-        if problem := _make_alone(config, folder):
-            raise UsageError(problem)
-        run_worker(folder)
-        return
-    with process_group(config):
-        store = dist.PrefixStore("cadenza/worker", store_of(resolve(None)))
-        if dist.get_rank() == 0:
-            store.set("problem", _make(config, folder))
-        if problem := store.get("problem").decode():
-            raise UsageError(problem)
-        run_worker(folder)
-
-
-def _make_alone(config: Config, folder: Path) -> str:
-    """Make a run's folder, or find one that another worker is making; return what is wrong, if something is."""
     problem = _make(config, folder)
-    deadline = time.monotonic() + _OTHERS_S
-    while problem and time.monotonic() < deadline and not (folder / "config.toml").exists():
-        time.sleep(0.1)
-    return _make(config, folder) if problem else ""
+    if problem and _is_being_made(Run(folder)):
+        problem = _make(config, folder)
+    if problem:
+        raise UsageError(problem)
+    run_worker(folder)
 
 
 def _make(config: Config, folder: Path) -> str:
     """Make a run's folder; return what is wrong, if something is."""
     try:
-        if not (folder / "config.toml").exists():
+        if not Run(folder).config_file.exists():
             create(folder, config)
         elif open_run(folder).config().to_toml() != config.to_toml():
             return f"{folder} is a run with another configuration: give the new run another folder."
@@ -103,8 +85,18 @@ def _make(config: Config, folder: Path) -> str:
     return ""
 
 
+def _is_being_made(run: Run) -> bool:
+    """Wait while another worker makes the folder; say whether it has."""
+    deadline = time.monotonic() + _OTHERS_S
+    while run.metrics.is_dir() and time.monotonic() < deadline:  # which is made first, and the configuration last
+        if run.config_file.exists():
+            return True
+        time.sleep(0.1)
+    return False
+
+
 if __name__ == "__main__":
-    follow_parent()
+    end_with_parent()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

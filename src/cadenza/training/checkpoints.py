@@ -1,7 +1,8 @@
 """The checkpoints of a run: which one to go on from, which ones to keep.
 
-Only worker 0 decides and deletes. A newer checkpoint that is not whole, because a crash came while it was written or
-because it was damaged since, is set aside under `checkpoints/set-aside`, and said to be.
+Each worker writes its part, the one that leads also what all share, and it deletes old ones. A checkpoint that cannot
+be gone on from, because a crash came while it was written or because it was damaged since, is set aside under
+`checkpoints/set-aside`, and said to be.
 """
 
 from __future__ import annotations
@@ -9,94 +10,135 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-
-from cadenza.checkpoint import latest
 from cadenza.checkpoint.files import read_manifest
+from cadenza.checkpoint.folders import load_optimizers
+from cadenza.checkpoint.layout import worker_file
+from cadenza.checkpoint.selection import Selection
 from cadenza.errors import CheckpointError, UsageError
+from cadenza.training.crew import Crew
+from cadenza.training.job import Job
 from cadenza.training.runs import Run
 
-__all__ = ["Choice", "agree_on_checkpoint", "checkpoint_folders", "choose_checkpoint", "prune", "set_aside"]
+__all__ = ["Checkpoints", "Restored"]
 
 _SET_ASIDE = "set-aside"
 _NAME = re.compile(r"step-\d+")
+_NONE = "none"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The checkpoint to go on from, None for a start from the beginning, and what to say of those that were not."""
+class Restored:
+    """What was saved beside the checkpoint gone on from, None if there is none; and what to say of others."""
 
-    folder: Path | None
-    warnings: tuple[str, ...] = ()
-
-
-def choose_checkpoint(run: Run) -> Choice:
-    """Return the newest whole checkpoint of a run, verified, and set aside what is newer and not whole."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        folder = latest(run.checkpoints)
-    newer = [path for path in checkpoint_folders(run) if folder is None or path.name > folder.name]
-    for path in newer:
-        set_aside(run, path)
-    told = tuple(str(one.message) for one in caught if issubclass(one.category, UserWarning))
-    return Choice(folder, told)
+    extra: dict[str, Any] | None
+    warnings: list[str]
 
 
-def set_aside(run: Run, path: Path) -> None:
-    """Put a checkpoint where it is in nobody's way."""
-    aside = run.checkpoints / _SET_ASIDE / path.name
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.parent.mkdir(exist_ok=True)
-    os.replace(path, aside)
+class Checkpoints:
+    """Saves a worker's part of a run's checkpoints, and goes on from them."""
+
+    def __init__(self, run: Run, job: Job, crew: Crew) -> None:
+        self._run, self._job, self._crew = run, job, crew
+        self._place = job.sync.replica.place()
+        self._found: Selection | None = None
+        self._problems: dict[Path, str] = {}
+
+    def save(self, extra: Mapping[str, Any], *, leads: bool) -> int:
+        """Write this worker's part of a checkpoint of this step, and delete old ones if it leads; return its size."""
+        size = self._job.save(self._run.checkpoint(self._job.sync.clock), extra, shared=leads)
+        if leads:
+            self.prune()
+        return size
+
+    def restore(self) -> Restored:
+        """Go on from the newest checkpoint that can be gone on from, the same on all workers that start together."""
+        decision = self._crew.decide("resume", self._find_newest)
+        warnings = self._set_problems_aside() if decision.mine else []
+        if decision.answer == _NONE:
+            return Restored(None, warnings)
+        selection = self._select(decision.answer)
+        extra = self._job.load(selection)
+        if not selection.own:
+            warnings.append(
+                f"Worker {self._job.worker} has no part in {selection.folder.name}, and goes on from "
+                f"{selection.worker}'s."
+            )
+        return Restored(extra, warnings)
+
+    def take_up_own(self) -> int:
+        """Give the optimizers and the data what this worker saved last, if anything; return the step of that.
+
+        For a worker that joins others in the middle of a run and has the model from them.
+        """
+        job = self._job
+        for folder in reversed(_folders(self._run)):
+            try:
+                step = read_manifest(folder / worker_file(job.worker)).step
+                if step <= job.sync.clock:
+                    job.set_place(load_optimizers(folder, job.worker, job.task.optimizers))
+                    return step
+            except CheckpointError:
+                continue
+        return 0
+
+    def prune(self) -> None:
+        """Delete all but the newest few checkpoints that are complete; one that is being written is newer and stays."""
+        folders = _folders(self._run)
+        kept = [folder for folder in folders if self._is_complete(folder)][-self._job.config.checkpoint.keep :]
+        for folder in folders:
+            if kept and folder not in kept and folder.name < kept[-1].name:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- choosing --------------------------------------------------------------------------------------------------
+
+    def _find_newest(self) -> str:
+        """Return the name of the newest checkpoint that can be gone on from, and remember what is wrong with others."""
+        for folder in reversed(_folders(self._run)):
+            try:
+                self._found = self._crew.select(folder, self._place, verify_files="all")
+            except CheckpointError as error:
+                self._problems[folder] = str(error)
+            else:
+                return folder.name
+        return _NONE
+
+    def _is_complete(self, folder: Path) -> bool:
+        """Say whether the files are there that are needed; what they hold is not read again."""
+        try:
+            self._crew.select(folder, self._place, verify_files="nothing")
+        except CheckpointError:
+            return False
+        return True
+
+    def _select(self, name: str) -> Selection:
+        """Return this worker's files of the checkpoint that was decided on."""
+        folder = self._run.checkpoints / name
+        if self._found is not None and self._found.folder == folder:
+            return self._found
+        if not folder.is_dir():
+            raise UsageError(
+                f"The others go on from {folder}, which worker {self._job.worker} cannot see: the run must be in a "
+                "folder that all nodes share."
+            )
+        return self._crew.select(folder, self._place, verify_files="own")
+
+    def _set_problems_aside(self) -> list[str]:
+        """Put checkpoints that cannot be gone on from where they are in nobody's way; return what to say of them."""
+        for folder in self._problems:
+            aside = self._run.checkpoints / _SET_ASIDE / folder.name
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            os.replace(folder, aside)
+        return [f"{folder} is not a whole checkpoint and is set aside. {why}" for folder, why in self._problems.items()]
 
 
-def agree_on_checkpoint(run: Run, store: dist.Store, *, worker: int) -> Choice:
-    """Return worker 0's choice, on every worker; the warnings are worker 0's to pass on."""
-    store = dist.PrefixStore("cadenza/resume", store)
-    if worker == 0:
-        choice = choose_checkpoint(run)
-        store.set("name", choice.folder.name if choice.folder else "none")
-        return choice
-    name = store.get("name").decode()
-    if name == "none":
-        return Choice(None)
-    folder = run.checkpoints / name
-    if not folder.is_dir():
-        raise UsageError(
-            f"Worker 0 goes on from {folder}, which worker {worker} cannot see: the run must be in a folder that all "
-            "nodes share."
-        )
-    return Choice(folder)
-
-
-def prune(run: Run, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints; one that is being written is newer, and stays."""
-    complete = [path for path in checkpoint_folders(run) if _is_complete(path)]
-    if not complete:
-        return
-    kept = set(complete[-keep:])
-    for path in checkpoint_folders(run):
-        if path not in kept and path.name < complete[-1].name:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def checkpoint_folders(run: Run) -> list[Path]:
+def _folders(run: Run) -> list[Path]:
     """Return the folders of all checkpoints, the oldest first."""
     if not run.checkpoints.is_dir():
         return []
     return sorted(path for path in run.checkpoints.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
-
-
-def _is_complete(folder: Path) -> bool:
-    """Say whether all workers have finished writing; what they wrote is not read again."""
-    try:
-        workers = read_manifest(folder / "shared.safetensors").workers or []
-        for worker in workers:
-            read_manifest(folder / f"worker-{worker:05}.safetensors")
-    except CheckpointError:
-        return False
-    return bool(workers)

@@ -22,14 +22,14 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 import cadenza
 from cadenza import Strategy
 from cadenza.errors import CadenzaError, UsageError
 from cadenza.faults import FaultPolicy
 from cadenza.participants.store import parse_address
-from cadenza.training.strategies import build_strategy, defaults_of, keys_of, nearest
+from cadenza.training.config_errors import explain
+from cadenza.training.strategies import build_strategy, defaults_of, keys_of
 
 __all__ = [
     "CheckpointSettings",
@@ -76,7 +76,7 @@ SomeSettings = TypeVar("SomeSettings", bound=BaseModel)
 
 
 class StrategySettings(Settings):
-    """When workers come together and what they send: a strategy's name, its codec, and the preset's own arguments.
+    """When workers average and what they send: a strategy's name, its codec, and the preset's own arguments.
 
     >>> StrategySettings(name="diloco", period=16).complete()
     {'name': 'diloco', 'codec': '', 'period': 16, 'outer_lr': 0.7, 'outer_momentum': 0.9}
@@ -292,9 +292,9 @@ class Config(Settings):
         return tomli_w.dumps({**self.model_dump(), "strategy": self.strategy.complete()})
 
     def _given(self) -> dict[str, Any]:
-        told = self.model_dump()
-        told["strategy"] = {key: value for key, value in told["strategy"].items() if key != "codec" or value}
-        return told
+        given = self.model_dump()
+        given["strategy"] = {key: value for key, value in given["strategy"].items() if key != "codec" or value}
+        return given
 
 
 def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -319,7 +319,7 @@ def check_settings(
         return kind.model_validate(given)
     except ValidationError as error:
         where = f"In {source}: " if source is not None else ""
-        raise UsageError(where + " ".join(_explain(kind, one, prefix) for one in error.errors())) from None
+        raise UsageError(where + " ".join(explain(kind, one, prefix) for one in error.errors())) from None
     except CadenzaError as error:
         raise UsageError(f"In {source}: {error}") if source is not None else error from None
 
@@ -370,44 +370,3 @@ def _put(table: dict[str, Any], dotted: str, value: Any) -> None:
         table[part] = inner = dict(inner)
         table = inner
     table[last] = value
-
-
-# ---- what is wrong, in words -----------------------------------------------------------------------------------------
-
-
-def _explain(kind: type[BaseModel], error: ErrorDetails, prefix: str) -> str:
-    *tables, last = [str(part) for part in error["loc"]] or [""]
-    prefix += "".join(f"{table}." for table in tables)
-    known = _fields_at(kind, tables)
-    if error["type"] == "extra_forbidden":
-        hint = nearest(last, list(known)).replace('"', f'"{prefix}', 1)
-        return f"{prefix}{last}: there is no such key.{hint} Allowed: {', '.join(known)}."
-    if error["type"] == "missing":
-        return f"{prefix}{last} is missing{_meaning(known.get(last))}"
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, CadenzaError):  # which has named the key itself
-        return str(cause)
-    told = error["msg"].removeprefix("Value error, ").removesuffix(".")
-    return f"{prefix}{last} = {_toml(error['input'])}: {told[:1].lower()}{told[1:]}{_meaning(known.get(last))}"
-
-
-def _meaning(description: str | None) -> str:
-    return f" ({description.rstrip('.')})." if description else "."
-
-
-def _fields_at(kind: type[BaseModel], tables: list[str]) -> dict[str, str]:
-    """Return the keys of a table inside the tables, and what they mean."""
-    for table in tables:
-        field = kind.model_fields.get(table)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return {}
-        kind = field.annotation
-    return {name: field.description or "" for name, field in kind.model_fields.items()}
-
-
-def _toml(value: Any) -> str:
-    """Return a value as it stands in a TOML file."""
-    try:
-        return tomli_w.dumps({"x": value}).removeprefix("x = ").strip() if not isinstance(value, Mapping) else "a table"
-    except TypeError:
-        return repr(value)

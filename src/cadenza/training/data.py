@@ -88,9 +88,9 @@ class BatchStream:
         try:
             return next(self._iterator)  # type: ignore[arg-type]
         except StopIteration:
-            told = f"ended after {taken} batches, and cannot be iterated a second time" if taken else "has no batches"
+            how = f"ended after {taken} batches, and cannot be iterated a second time" if taken else "has no batches"
             raise UsageError(
-                f"{self._source} returned something that {told}: a list, a DataLoader or an object whose __iter__ "
+                f"{self._source} returned something that {how}: a list, a DataLoader or an object whose __iter__ "
                 "begins anew is required, with one batch at least."
             ) from None
 

@@ -1,54 +1,65 @@
-"""The held-out loss of the workers' average: each worker judges its share, and the shares are added."""
+"""The held-out loss of the workers' average: each worker measures its share of the data, and the shares are added."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from cadenza.common.process_groups import control_device, resolve
 from cadenza.errors import UsageError
+from cadenza.training.held_out_shares import Evaluation, Shares
+from cadenza.training.job import Job
 from cadenza.training.randomness import undisturbed
-from cadenza.training.task import Task
 
-__all__ = ["held_out_loss", "share_of_loss", "sum_over_workers"]
-
-
-def held_out_loss(task: Task, *, worker: int, workers: int, source: str) -> float:
-    """Return the held-out loss of the model as it is now; all workers call this, and none is the worse for it."""
-    total, count = sum_over_workers(*share_of_loss(task, worker=worker, workers=workers, source=source))
-    if count <= 0:
-        raise UsageError(f"{source} has evaluated nothing: the counts of all {workers} workers add up to {count:g}.")
-    return total / count
+__all__ = ["HeldOutLoss"]
 
 
-def share_of_loss(task: Task, *, worker: int, workers: int, source: str) -> tuple[float, float]:
-    """Return the sum of the losses over a worker's share of the held-out data, and how many there are."""
-    assert task.evaluate is not None
-    with torch.no_grad(), undisturbed(), _in_eval_mode(task.model):
-        return _checked(task.evaluate(task.model, worker, workers), source)
+class HeldOutLoss:
+    """Measures a worker's share of the held-out loss; training goes on as if nothing had been.
 
+    Args:
+        job: What is trained.
+        shares: What adds the shares of all workers.
+        source: What to call the function that measures, in errors.
+    """
 
-def sum_over_workers(*figures: float) -> list[float]:
-    """Return each figure summed over all workers."""
-    total = torch.tensor(figures, dtype=torch.float64, device=control_device(resolve(None)))
-    dist.all_reduce(total)
-    summed: list[float] = total.tolist()
-    return summed
+    def __init__(self, job: Job, shares: Shares, *, source: str) -> None:
+        self._job, self._shares, self._source = job, shares, source
 
+    def measure(self, *, averaged: bool = True) -> None:
+        """Measure the workers' average, or the model as it is; without a round in common there is nothing to measure.
 
-def _checked(returned: Any, source: str) -> tuple[float, float]:
-    try:
-        total, count = returned
-        return float(total), float(count)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"{source} must return (the sum of the losses, how many there are) of its share; it returned "
-            f"{str(returned)[:80]} ({type(returned).__name__})."
-        ) from None
+        Args:
+            averaged: Whether the workers' models still differ, so that their average must be taken first.
+        """
+        job, sync = self._job, self._job.sync
+        members = sync.members
+        if job.task.evaluate is None or job.worker not in members or (averaged and sync.behind):
+            return
+        with sync.averaged() if averaged and not job.is_ddp else nullcontext():
+            total, count = self._share(members.index(job.worker), len(members))
+        self._shares.post(sync.clock, members, total, count)
+
+    def collect(self, *, wait: bool = False) -> list[Evaluation]:
+        """Return the evaluations that have come to be known since the last call."""
+        return self._shares.collect(wait=wait)
+
+    def _share(self, position: int, workers: int) -> tuple[float, float]:
+        """Return the sum of the losses over a share of the held-out data, and how many there are."""
+        task = self._job.task
+        assert task.evaluate is not None
+        with torch.no_grad(), undisturbed(), _in_eval_mode(task.model):
+            returned: Any = task.evaluate(task.model, position, workers)
+            try:
+                total, count = returned
+                return float(total), float(count)
+            except (TypeError, ValueError):
+                raise UsageError(
+                    f"{self._source} must return (the sum of the losses, how many there are) of its share; it "
+                    f"returned {str(returned)[:80]} ({type(returned).__name__})."
+                ) from None
 
 
 @contextmanager

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import cadenza
-from cadenza import checkpoint
+from cadenza.checkpoint.folders import collect_part, restore
 from cadenza.checkpoint.loop import collect_loop
+from cadenza.checkpoint.selection import Selection
 from cadenza.errors import UsageError
 from cadenza.observers import Observer
-from cadenza.participants.membership import Membership
 from cadenza.training.config import Config
+from cadenza.training.crew import Crew
 from cadenza.training.data import BatchStream, to_device
 from cadenza.training.randomness import seed_everything, seed_of
 from cadenza.training.task import Task, check_task, load_build
@@ -31,18 +31,13 @@ class Job:
     Args:
         config: What to train, and how.
         observer: What gets a report of every round.
-        membership: The worker's place among others that may come and go, instead of a process group.
+        crew: This worker's view of all of them.
     """
 
-    def __init__(self, config: Config, observer: Observer, membership: Membership | None = None) -> None:
+    def __init__(self, config: Config, observer: Observer, crew: Crew) -> None:
         self.config = config
-        if membership is None:
-            self.worker, self.workers = dist.get_rank(), dist.get_world_size()
-            uses_cuda = "nccl" in dist.get_backend_config()
-        else:
-            self.worker, self.workers = membership.worker, _most_workers(config, membership)
-            uses_cuda = config.launch.backend != "gloo" and torch.cuda.is_available()
-        self.device = _device(uses_cuda)
+        self.worker, self.workers = crew.worker, crew.workers
+        self.device = _device(crew.uses_cuda)
         self.task = self._build_task()
         self.strategy = config.build_strategy()
         self.is_ddp = config.strategy.name == "ddp"
@@ -50,7 +45,7 @@ class Job:
         if self.is_ddp:
             self.model = DistributedDataParallel(self.model)
         self.sync = cadenza.attach(
-            self.model, self.task.optimizers, self.strategy, observers=[observer], membership=membership
+            self.model, self.task.optimizers, self.strategy, observers=[observer], membership=crew.membership
         )
         batches = self.task.batches(self.worker, self.workers)
         self.stream = BatchStream(batches, source=f"batches({self.worker}, {self.workers}) of the task {config.task}")
@@ -67,17 +62,16 @@ class Job:
         size = sum(p.numel() * p.element_size() for p in self.task.model.parameters() if p.requires_grad)
         return round(2 * (self.workers - 1) / self.workers * size)
 
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> int:
-        """Write this worker's part of a checkpoint; return its size in bytes."""
-        checkpoint.save(folder, **self._parts(), extra={**self.place(), **extra})
-        return sum(path.stat().st_size for path in folder.glob(f"worker-{self.worker:05}.*"))
+    def save(self, folder: Path, extra: Mapping[str, Any], *, shared: bool) -> int:
+        """Write this worker's part of a checkpoint, and what all share if it is to; return its size in bytes."""
+        part = collect_part(self.model, self.task.optimizers, self.sync, {**self.place(), **extra})
+        return part.write(folder, shared=shared, overwrite=self.config.faults.tolerant)
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, selection: Selection) -> dict[str, Any]:
         """Go on from a checkpoint; return the `extra` that was saved with it."""
         if self.is_ddp:
             self._rehearse()
-        # Worker 0 has read all of it when it chose this one.
-        extra = checkpoint.load(folder, **self._parts(), verify="own") or {}
+        extra = restore(selection, self.model, self.task.optimizers, self.sync) or {}
         self.set_place(extra)
         return extra
 
@@ -111,9 +105,6 @@ class Job:
         seed_everything(seed_of(self.config.seed, "worker", self.worker))
         return task
 
-    def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.task.optimizers, "sync": self.sync}
-
     def place(self) -> dict[str, Any]:
         """Return where schedules and data stand, for a checkpoint."""
         return {
@@ -125,12 +116,6 @@ class Job:
     def _refuse_what_cannot_be_saved(self) -> None:
         """Raise now what would otherwise be raised at the first checkpoint."""
         collect_loop("worker/0", self.model, self.task.optimizers, self.place())
-
-
-def _most_workers(config: Config, membership: Membership) -> int:
-    """Return among how many workers the data is shared out: also those that may come later have shares of their own."""
-    nodes = int(config.launch.nnodes.rpartition(":")[2])
-    return max(membership.workers, membership.worker + 1, nodes * config.launch.workers)
 
 
 def _device(uses_cuda: bool) -> torch.device:

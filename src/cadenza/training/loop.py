@@ -1,33 +1,34 @@
 """The loop of one worker: `run_worker(folder)` trains a run from wherever it stands to its end, or until it is stopped.
 
-Every worker of a run calls it, under torchrun or in a process group that is there already. If the folder holds a whole
-checkpoint, the run goes on from it, to the last bit as if it had never stopped (on CPU).
+Every worker of a run calls it, under torchrun, under `cadenza train` or in a process group that is there already. If
+the folder holds a checkpoint to go on from, the run does; fixed workers do so to the last bit as if they had never
+stopped (on CPU).
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import warnings
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from cadenza.common.process_groups import resolve, store_of
-from cadenza.errors import CadenzaError
-from cadenza.training.checkpoints import agree_on_checkpoint, prune
+from cadenza.training.checkpoints import Checkpoints
 from cadenza.training.config import Config
-from cadenza.training.evaluation import held_out_loss, sum_over_workers
+from cadenza.training.crew import Crew
+from cadenza.training.elastic_crew import elastic_crew
+from cadenza.training.evaluation import HeldOutLoss
+from cadenza.training.exit_records import NO_RECORD
+from cadenza.training.fixed_crew import fixed_crew
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter
-from cadenza.training.recording import Recorder, open_board, summary, write_start
+from cadenza.training.randomness import seed_everything, seed_of
+from cadenza.training.recording import LogEvents, Recorder, open_board, summary, write_start
 from cadenza.training.runs import Run, open_run, write_model
 from cadenza.training.stepping import Stepper, is_due
+from cadenza.training.stop_agreement import StopAgreement
 from cadenza.training.stopping import Stopper
-from cadenza.training.tolerant import run_tolerant_worker
 
 __all__ = ["run_worker"]
 
@@ -35,7 +36,7 @@ _logger = logging.getLogger("cadenza")
 
 
 def run_worker(folder: str | Path) -> str:
-    """Train as one worker of a run; return "finished" or "interrupted".
+    """Train as one worker of a run; return "finished", "interrupted" or, if it was told to leave the others, "left".
 
     What goes wrong is written to the run's metrics, and raised. A process that no launcher started is a run's only
     worker.
@@ -51,178 +52,193 @@ def run_worker(folder: str | Path) -> str:
     run = open_run(folder)
     config = run.config()
     torch.set_num_threads(config.launch.threads)
-    if config.faults.tolerant:
-        return run_tolerant_worker(run, config)
-    with process_group(config), ExitStack() as leaving:
-        worker = dist.get_rank()
-        store = dist.PrefixStore("cadenza/train", store_of(resolve(None)))
-        recorder = Recorder(MetricsWriter(run.metrics_of(worker)), recent=config.steps // 20)
+    with _crew_of(config) as crew, ExitStack() as leaving:
+        recorder = Recorder(MetricsWriter(run.metrics_of(crew.worker)), recent=config.steps // 20)
         leaving.callback(recorder.close)
+        recorder.go_on_from(crew.last_record(run))  # unless it turns out that all begin together
+        log = leaving.enter_context(LogEvents(_logger))
         try:
-            job = Job(config, recorder.observe_round)
+            job = Job(config, recorder.observe_round, crew)
             leaving.callback(job.sync.close)
-            return _Loop(run, job, recorder, store).train()
+            return _Loop(run, job, crew, recorder, log).train()
         except BaseException as error:
-            _write_failure(run, recorder, _first_failure(store, worker, error), worker)
+            log.write(recorder, recorder.last_step)
+            text = crew.explain(error)
+            recorder.writer.write("end", recorder.last_step, status="failed", error=text)
+            if crew.worker == 0 and not config.faults.tolerant:
+                run.write_summary({"status": "failed", "error": text})
             raise
 
 
-@contextmanager
-def process_group(config: Config) -> Iterator[None]:
-    """Be in a process group inside the block: the one that is there, the launcher's, or one of this process alone."""
-    if dist.is_initialized():
-        yield
-        return
-    backend: str = config.launch.backend
-    if backend == "nccl" or (backend == "auto" and torch.cuda.is_available() and dist.is_nccl_available()):
-        backend = "cpu:gloo,cuda:nccl"
-    elif backend == "auto":
-        backend = "gloo"
-    try:
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise CadenzaError(f"The workers could not come together at {where} by {backend}: {error}") from error
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _crew_of(config: Config) -> AbstractContextManager[Crew]:
+    return elastic_crew(config) if config.faults.tolerant else fixed_crew(config)
 
 
 class _Loop:
     """A worker's way through its steps, and what comes after some of them.
 
     A step is: batch, loss, backward, optimizer, schedule, `sync.step()`. Then, if its number asks for them, come an
-    evaluation of the workers' average and a checkpoint.
+    evaluation of the workers' average and a checkpoint. The clock may jump ahead, to the step of the others, if this
+    worker had fallen behind.
     """
 
-    def __init__(self, run: Run, job: Job, recorder: Recorder, store: dist.Store) -> None:
-        self.run, self.job, self.recorder, self.store = run, job, recorder, store
+    def __init__(self, run: Run, job: Job, crew: Crew, recorder: Recorder, log: LogEvents) -> None:
+        self.run, self.job, self.crew, self.recorder, self.log = run, job, crew, recorder, log
         self.config, self.task, self.sync = job.config, job.task, job.sync
-        self.leads = job.worker == 0
         self.stepper = Stepper(job, recorder)
-        self.stopper = Stopper(store, worker=job.worker, workers=job.workers)
+        self.checkpoints = Checkpoints(run, job, crew)
+        source = f"evaluate(model, worker, workers) of the task {self.config.task}"
+        self.held_out = HeldOutLoss(job, crew.shares(source), source=source)
+        agreement = StopAgreement(
+            crew.connect(), crew.connection, expected=self._present, all_must_answer=not self.config.faults.tolerant
+        )
+        self.stopper = Stopper(agreement, worker=job.worker, leaves_on_sigterm=crew.leaves_on_sigterm)
         self.saved_at = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the first of those that are there."""
+        return not self.sync.behind and self.job.worker == min(self._present(), default=-1)
+
+    def _present(self) -> set[int]:
+        """Return those who held the last round and are still there."""
+        return set(self.sync.members) - self.crew.silent()
 
     def train(self) -> str:
         """Take all steps that are left; return how it ended."""
-        self.store.set(f"host/{self.job.worker}", socket.gethostname())
-        self._restore()
+        joined = self.sync.clock > 0
+        if joined:
+            self._follow_the_others()
+        else:
+            self._restore()
+        self.saved_at = self.recorder.last_step = self.sync.clock
+        self.log.write(self.recorder, self.sync.clock)
         if self.leads:
-            self._tidy_up()
+            self._prepare_folder(joined)
         with self.stopper.watching():
-            dist.barrier()  # from here on all are watching: none can begin a step while another would not hear
-            self.recorder.start_counting()
-            self._write_start()
+            self.crew.gather()  # from here on all are watching: none can begin a step while another does not watch yet
+            self._write_start(joined)
             self.job.model.train()
             finished = self._take_steps()
-            self._save()
+            if finished or self._is_where_others_stop():
+                self._save()
             return self._finish() if finished else self._interrupt()
 
     # ---- the beginning ---------------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one."""
-        choice = agree_on_checkpoint(self.run, self.store, worker=self.job.worker)
-        if choice.folder is not None:
-            self.recorder.load_state_dict(self.job.load(choice.folder)["recorder"])
-        for text in choice.warnings:
+        """Go on from the checkpoint on which all that start together agree, if there is one."""
+        restored = self.checkpoints.restore()
+        self.recorder.go_on_from(NO_RECORD)
+        if restored.extra is not None:
+            self.recorder.load_state_dict(restored.extra["recorder"])
+        for text in restored.warnings:
             _logger.warning("%s", text)
-            self.recorder.event(self.sync.clock, text, level="warning")
-        self.saved_at = self.recorder.last_step = self.sync.clock
 
-    def _tidy_up(self) -> None:
+    def _follow_the_others(self) -> None:
+        """Bring to the others' step what does not come from them: optimizer, schedules, place in the data."""
+        step = self.checkpoints.take_up_own()
+        seed_everything(seed_of(self.config.seed, "worker", self.job.worker, self.sync.clock))
+        for _ in range(self.sync.clock - step):
+            next(self.job.stream)
+        self._step_schedules(self.sync.clock - step)
+
+    def _prepare_folder(self, joined: bool) -> None:
         """Write down where the workers are, and open TensorBoard's file."""
-        hosts = [self.store.get(f"host/{worker}").decode() for worker in range(self.job.workers)]
-        self.run.write_environment({**self.run.environment(), "hosts": hosts})
-        self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
+        if hosts := self.crew.hosts():
+            self.run.write_environment({**self.run.environment(), "hosts": hosts})
+        if not joined:
+            self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
         if self.config.log.tensorboard:
             open_board(self.run, self.recorder, self.sync.clock)
 
-    def _write_start(self) -> None:
-        write_start(self.job, self.recorder, resumed=self.sync.clock > 0)
+    def _write_start(self, joined: bool) -> None:
+        step = self.sync.clock
+        if not joined:
+            self.recorder.start_counting()
+        write_start(self.job, self.recorder, resumed=step > 0 and not joined)
+        if joined:
+            self.recorder.event(step, f"Worker {self.job.worker} joined, with the others' state of step {step}.")
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _take_steps(self) -> bool:
         """Step up to the last step, or to the one at which all agree to stop; return whether it was the last."""
-        for step in range(self.sync.clock + 1, self.config.steps + 1):
+        while self.sync.clock < self.config.steps:
+            step = self.sync.clock + 1
             if not self.stopper.may_begin(step):
                 return False
             self.stepper.take(step)
-            if is_due(step, self.config.evaluate.every) and step < self.config.steps:
-                self._evaluate()
-            if is_due(step, self.config.checkpoint.every):
+            self._step_schedules(self.sync.clock - step)
+            if is_due(self.sync.clock, self.config.evaluate.every) and self.sync.clock < self.config.steps:
+                self.held_out.measure()
+            self._write_news()
+            if is_due(self.sync.clock, self.config.checkpoint.every):
                 self._save()
         return True
 
-    # ---- what comes after some steps -------------------------------------------------------------------------------
+    def _step_schedules(self, steps: int) -> None:
+        """Step the learning rate's schedules for steps that the others took without this worker."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, if no optimizer step came before
+            for _ in range(steps):
+                for scheduler in self.task.schedulers:
+                    scheduler.step()
 
-    def _evaluate(self, *, averaged: bool = True) -> None:
-        """Measure the held-out loss of the workers' average; training goes on as if nothing had been."""
-        if self.task.evaluate is None:
-            return
-        source = f"evaluate(model, worker, workers) of the task {self.config.task}"
-        with self.sync.averaged() if averaged and not self.job.is_ddp else nullcontext():
-            loss = held_out_loss(self.task, worker=self.job.worker, workers=self.job.workers, source=source)
-        self.recorder.evaluation(self.sync.clock, loss, write=self.leads)
+    def _write_news(self, *, wait: bool = False) -> None:
+        """Write down what has come to be known: losses of evaluations, and what was logged."""
+        for found in self.held_out.collect(wait=wait):
+            self.recorder.evaluation(found.step, found.loss, write=found.write)
+        self.log.write(self.recorder, self.sync.clock)
 
     def _save(self) -> None:
         """Write this worker's part of a checkpoint of the step that it stands at, unless that is there."""
         step = self.sync.clock
-        if step == self.saved_at:
+        if step == self.saved_at or self.sync.behind:
             return
-        folder = self.run.checkpoint(step)
-        self.recorder.writer.flush()  # a run that goes on from here does not take these steps again
-        size = self.job.save(folder, {"recorder": self.recorder.state_dict()})
         self.saved_at = step
-        self.recorder.writer.write("checkpoint", step, path=str(folder.relative_to(self.run.folder)), bytes=size)
-        if self.leads:
-            prune(self.run, self.config.checkpoint.keep)
+        self.recorder.writer.flush()  # a run that goes on from here does not take these steps again
+        try:
+            size = self.checkpoints.save({"recorder": self.recorder.state_dict()}, leads=self.leads)
+        except OSError as error:  # a full disk, or a folder that others have deleted by now: the next one may do better
+            if not self.config.faults.tolerant:
+                raise
+            self.recorder.event(step, f"The checkpoint could not be written: {error}.", level="warning")
+            return
+        path = str(self.run.checkpoint(step).relative_to(self.run.folder))
+        self.recorder.writer.write("checkpoint", step, path=path, bytes=size)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _finish(self) -> str:
         self.sync.finish()
-        self._evaluate(averaged=False)  # all have the same now
-        if self.leads:
+        self.held_out.measure(averaged=False)  # all have the same now
+        first = not self.sync.behind and self.job.worker == min(self.sync.members, default=-1)
+        self._write_news(wait=first)
+        writes = first or self.crew.takes_over(self.run.summary_file.exists)
+        if writes:
             write_model(self.run, self.task.model)
-        return self._end("finished")
+        return self._end("finished", writes=writes)
+
+    def _is_where_others_stop(self) -> bool:
+        """Say whether what is saved here will belong to what others save, or is enough by itself."""
+        return self.leads if self.stopper.left else self.sync.clock == self.stopper.target
 
     def _interrupt(self) -> str:
+        leads, left, step = self.leads, self.stopper.left, self.sync.clock
         self.sync.close()  # a round in flight is in the checkpoint
-        if self.leads:
-            self.recorder.event(self.sync.clock, f"Interrupted: all workers stopped after step {self.sync.clock}.")
-        return self._end("interrupted")
+        if left:
+            self.recorder.event(step, f"Worker {self.job.worker} was told to leave, after step {step}.")
+        elif leads:
+            self.recorder.event(step, f"Interrupted: all workers stopped after step {step}.")
+        return self._end("left" if left else "interrupted", writes=leads and not left)
 
-    def _end(self, status: str) -> str:
-        """Write how it ended, once all workers have come to this point."""
-        recorder, step = self.recorder, self.sync.clock
-        losses, count, samples = sum_over_workers(sum(recorder.losses), len(recorder.losses), recorder.samples)
-        if self.leads:
-            prune(self.run, self.config.checkpoint.keep)
-            told = summary(
-                self.job, recorder, status, workers=self.job.workers, losses=losses, count=count, samples=samples
-            )
-            self.run.write_summary(told)
-        recorder.writer.write("end", step, status=status, error=None)
+    def _end(self, status: str, *, writes: bool) -> str:
+        """Write how it ended."""
+        totals = self.crew.add_up(self.recorder.to_add_up(), workers=len(self.sync.members))
+        if writes:
+            self.checkpoints.prune()  # by now all have written their parts, if they are fixed workers
+            self.run.write_summary(summary(self.job, self.recorder, status, totals))
+        self.log.write(self.recorder, self.sync.clock)
+        self.recorder.writer.write("end", self.sync.clock, status=status, error=None)
         return status
-
-
-def _first_failure(store: dist.Store, worker: int, error: BaseException) -> str:
-    """Return what is to be said of an error: if another worker's came first, that this one only followed."""
-    text = str(error) if isinstance(error, CadenzaError) else f"{type(error).__name__}: {error}"
-    try:
-        first = store.compare_set("failed", "", str(worker)).decode()
-    except RuntimeError:  # the store's host has ended
-        return text
-    return text if first == str(worker) else f"Stopped, because worker {first} failed. ({text})"
-
-
-def _write_failure(run: Run, recorder: Recorder, text: str, worker: int) -> None:
-    recorder.writer.write("end", recorder.last_step, status="failed", error=text)
-    if worker == 0:
-        run.write_summary({"status": "failed", "error": text})

@@ -8,25 +8,25 @@ import re
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from cadenza import RoundReport, observers
+from cadenza.training.exit_records import LastRecord
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter, Stopwatch
-from cadenza.training.obituaries import LastWords
 from cadenza.training.runs import Run
 
-__all__ = ["Board", "Ear", "Recorder", "open_board", "summary", "write_start"]
+__all__ = ["Board", "LogEvents", "Recorder", "open_board", "summary", "write_start"]
 
 _BOARD_EVERY = 10  # steps between points of TensorBoard's curves of the loss
 
 
 class Board:
-    """TensorBoard's curves, drawn by worker 0; without the package there are none."""
+    """TensorBoard's curves, drawn by the worker that leads; without the package there are none."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -138,6 +138,10 @@ class Recorder:
         """Write down something out of the ordinary."""
         self.writer.write("event", step, text=text, level=level)
 
+    def to_add_up(self) -> list[float]:
+        """Return what a summary gives for all workers: the last losses' sum and number, and the samples."""
+        return [sum(self.losses), len(self.losses), self.samples]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, for a checkpoint."""
         return {
@@ -162,11 +166,11 @@ class Recorder:
         self.losses.extend(state["losses"].tolist())
         self._marks = dict(state["marks"])
 
-    def go_on_from(self, words: LastWords) -> None:
+    def go_on_from(self, record: LastRecord) -> None:
         """Go on counting where this worker's earlier process ended."""
-        self._carried = words.elapsed
+        self._carried = record.elapsed
         self.start_counting()
-        counts = words.counts
+        counts = record.counts
         self.samples, self.bytes_sent = counts.get("samples", 0), counts.get("bytes_sent", 0)
         self.stall_s = counts.get("stall_s", 0.0)
 
@@ -177,24 +181,27 @@ class Recorder:
         self.writer.close()
 
 
-class Ear(logging.Handler):
-    """Takes what a log says, from any thread, to a worker's metrics and to its standard error."""
+class LogEvents(logging.Handler):
+    """Takes the warnings of a log, from any thread, to standard error and, as events, to a worker's metrics."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logging.WARNING)
         self._logger = logger
-        self._heard: deque[tuple[str, str]] = deque()
+        self._waiting: deque[tuple[str, str]] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._heard.append((record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning"))
-        print(record.getMessage(), file=sys.stderr, flush=True)
+        self._waiting.append((record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning"))
+        print(self.format(record), file=sys.stderr, flush=True)
 
-    def tell(self, recorder: Recorder, step: int) -> None:
-        """Write down what was heard; a text that begins with its step is filed under that."""
-        while self._heard:
-            text, level = self._heard.popleft()
-            told = _STEP.match(text)
-            recorder.event(int(told[1]) if told else step, _sentence(text[told.end() :] if told else text), level=level)
+    def write(self, recorder: Recorder, step: int) -> None:
+        """Write down what was logged; a text that begins with its step is filed under that."""
+        while self._waiting:
+            text, level = self._waiting.popleft()
+            named = _STEP.match(text)
+            if named is not None:
+                recorder.event(int(named[1]), _sentence(text[named.end() :]), level=level)
+            else:
+                recorder.event(step, text, level=level)
 
     def __enter__(self) -> Self:
         self._logger.addHandler(self)
@@ -238,16 +245,15 @@ def write_start(job: Job, recorder: Recorder, *, resumed: bool) -> None:
     )
 
 
-def summary(
-    job: Job, recorder: Recorder, status: str, *, workers: int, losses: float, count: float, samples: float
-) -> dict[str, Any]:
-    """Return what came of a run: `count` last losses, which add up to `losses`, and `samples` are of all workers."""
-    step = job.sync.clock
-    return {
+def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) -> dict[str, Any]:
+    """Return what came of a run; the totals over all workers are those of `recorder.to_add_up()`."""
+    losses, count, samples = totals
+    step, faults = job.sync.clock, job.config.faults
+    result = {
         "status": status,
         "strategy": job.config.strategy.name,
         "codec": None if job.is_ddp else job.sync.strategy.levels[-1].codec.name,
-        "workers": workers,
+        "workers": len(job.sync.members),
         "steps": step,
         "seconds": recorder.elapsed,
         "held_out": recorder.held_out,
@@ -259,3 +265,6 @@ def summary(
         "parameters": job.parameters,
         "samples_per_s": samples / max(recorder.elapsed, 1e-9),
     }
+    if faults.tolerant:
+        result |= {"faults": faults.policy, "failed_rounds": recorder.failed_rounds}
+    return result

@@ -1,4 +1,4 @@
-"""A run is a folder: its configuration, where it ran, what it told, its checkpoints, how it ended.
+"""A run is a folder: its configuration, where it ran, its metrics, its checkpoints, how it ended.
 
 ::
 
@@ -166,7 +166,7 @@ def open_run(path: str | Path) -> Run:
 
 
 def read_metrics(folder: str | Path) -> Metrics:
-    """Return everything that the workers of a run have told, without what is stale.
+    """Return all metrics that the workers of a run have written, without stale ones.
 
     >>> import tempfile
     >>> read_metrics(create(Path(tempfile.mkdtemp()) / "first", Config()).folder).workers
@@ -176,7 +176,7 @@ def read_metrics(folder: str | Path) -> Metrics:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, the machine and the git commit, as far as they can be told.
+    """Return versions, the machine and the git commit, as far as they are known.
 
     >>> describe_environment()["cadenza"] == __version__
     True
@@ -228,7 +228,7 @@ def _write(path: Path, text: str) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return found if isinstance(found, dict) else {}

@@ -59,14 +59,14 @@ class Stepper:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss.reshape(())
         if not isinstance(loss, torch.Tensor):
-            told = f"{str(loss)[:80]} ({type(loss).__name__})"
+            returned = f"{str(loss)[:80]} ({type(loss).__name__})"
         elif loss.numel() != 1:
-            told = f"a tensor of shape {tuple(loss.shape)}"
+            returned = f"a tensor of shape {tuple(loss.shape)}"
         else:
-            told = "a tensor that does not depend on the parameters, as under torch.no_grad() or after detach()"
+            returned = "a tensor that does not depend on the parameters, as under torch.no_grad() or after detach()"
         raise UsageError(
             f"loss(model, batch) of the task {self._job.config.task} must return a tensor with one value, to be "
-            f"minimised; it returned {told}."
+            f"minimised; it returned {returned}."
         )
 
     def _average_gradients(self, step: int) -> None:

@@ -207,7 +207,7 @@ _SCHEDULER = ("step", "state_dict", "load_state_dict")
 
 
 def _check_parameters(task: Task, source: str) -> None:
-    """Refuse an optimizer of other parameters than the model's: it would train nothing, without a word."""
+    """Refuse an optimizer of other parameters than the model's: it would train nothing, in silence."""
     held = {id(p) for optimizer in task.optimizers for group in optimizer.param_groups for p in group["params"]}
     trained = [name for name, p in task.model.named_parameters() if p.requires_grad]
     if not trained:

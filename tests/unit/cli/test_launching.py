@@ -15,7 +15,7 @@ import yaml
 from cadenza.cli import rendezvous
 from cadenza.cli.app import main
 from cadenza.cli.launching import log_folder
-from cadenza.cli.rendezvous import Place, arrange, store_place
+from cadenza.cli.rendezvous import StorePlace, arrange, store_place
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, LaunchSettings
 from support.commands import free_port
@@ -72,7 +72,7 @@ def test_a_static_meeting_goes_by_the_nodes_number() -> None:
     assert (meeting.backend, meeting.configs, meeting.leads) == ("static", {"rank": 1}, False)
 
 
-def place_of(**dotted: object) -> Place:
+def place_of(**dotted: object) -> StorePlace:
     return store_place(Config().with_(**{"faults.policy": "shrink", "launch.workers": 2, **dotted}))
 
 

@@ -167,7 +167,7 @@ def _meet(place: Place, backend: str) -> None:
 
     import torch.distributed as dist
 
-    from cadenza.cli.doctor.meeting import muted, open_store
+    from cadenza.cli.doctor.coordination import muted, open_store
 
     with muted():
         store = open_store(place, _MEETING_S)

@@ -96,7 +96,7 @@ class Attached:
         self._sync.close()
 
 
-def hold(case: Case, device: torch.device, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
+def hold(case: Case, device: torch.device, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Let the contenders take turns on this rank; every rank calls this, and all get about the same figures."""
     with contextlib.closing(Attached(Model(1000, 1, torch.float32, device), "fp32")) as first:
         first()  # loads what whoever comes first would be charged for
@@ -105,7 +105,7 @@ def hold(case: Case, device: torch.device, tell: Callable[[str], None] = lambda 
     sent, memory = {}, {}
     actions: dict[str, Callable[[], object]] = {}
     for name, build in _contenders(case, model, device).items():
-        tell(f"warming up: {name}")
+        report_progress(f"warming up: {name}")
         with _rise(device) as rise:
             actions[name] = build()
             _timed(actions[name], model, start, device)
@@ -113,7 +113,7 @@ def hold(case: Case, device: torch.device, tell: Callable[[str], None] = lambda 
     times: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(case.repeats):
         for name, action in actions.items():
-            tell(f"repeat {repeat + 1} of {case.repeats}: {name}")
+            report_progress(f"repeat {repeat + 1} of {case.repeats}: {name}")
             times[name].append(_timed(action, model, start, device))
     for action in actions.values():
         if isinstance(action, Attached):

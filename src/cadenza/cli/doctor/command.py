@@ -101,8 +101,8 @@ def _alone(wishes: Wishes, as_json: bool) -> int:
 def _on_a_rank(place: Place, wishes: Wishes, as_json: bool) -> int:
     from rich.console import Console
 
+    from cadenza.cli.doctor.coordination import Coordinator, muted, open_store, serve
     from cadenza.cli.doctor.diagnosis import examine_ranks
-    from cadenza.cli.doctor.meeting import Conductor, muted, open_store, serve
     from cadenza.cli.doctor.member import Member
 
     with Member(place, backend=wishes.backend, timeout_s=wishes.timeout_s) as member:
@@ -113,20 +113,20 @@ def _on_a_rank(place: Place, wishes: Wishes, as_json: bool) -> int:
             if place.rank:
                 patience_s = 4 * wishes.timeout_s + wishes.seconds + 60  # rank 0 may be waiting for others
                 return serve(store, place, card, member.perform, patience_s)
-            conductor = Conductor(store, place, member.perform)
+            coordinator = Coordinator(store, place, member.perform)
             with Console(file=screen).status("") as status:
                 diagnosis = examine_ranks(
-                    conductor,
+                    coordinator,
                     place,
                     card,
                     timeout_s=wishes.timeout_s,
                     seconds=wishes.seconds,
-                    tell=lambda text: status.update(f"{text} …"),
+                    report_progress=lambda text: status.update(f"{text} …"),
                 )
         _print(diagnosis, _plan(diagnosis, wishes), as_json)
         code = 1 if diagnosis.problems else 0
         with muted():
-            conductor.order({rank: {"do": "exit", "exit": code} for rank in diagnosis.hosts if rank}, timeout_s=5)
+            coordinator.order({rank: {"do": "exit", "exit": code} for rank in diagnosis.hosts if rank}, timeout_s=5)
         return code
 
 

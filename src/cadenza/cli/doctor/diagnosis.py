@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cadenza.cli.doctor.coordination import Coordinator
 from cadenza.cli.doctor.findings import Finding, merge, note, ok, problem
 from cadenza.cli.doctor.judging import (
     judge_broken,
@@ -21,7 +22,6 @@ from cadenza.cli.doctor.judging import (
 )
 from cadenza.cli.doctor.links import Link, pairs
 from cadenza.cli.doctor.machine import inspect_machine, versions
-from cadenza.cli.doctor.meeting import Conductor
 from cadenza.cli.doctor.network import inspect_network
 from cadenza.cli.doctor.place import Place
 
@@ -72,36 +72,36 @@ def examine_machine(master: str | None, port: int | None) -> Diagnosis:
 
 
 def examine_ranks(
-    conductor: Conductor,
+    coordinator: Coordinator,
     place: Place,
     card: Mapping[str, Any],
     *,
     timeout_s: float,
     seconds: float,
-    tell: Callable[[str], None] = lambda text: None,
+    report_progress: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:
     """Look at all ranks, from rank 0; stop where going on could only hang."""
-    tell(f"waiting for {place.ranks} ranks")
-    cards = conductor.roll_call(card, timeout_s)
+    report_progress(f"waiting for {place.ranks} ranks")
+    cards = coordinator.collect_cards(card, timeout_s)
     hosts = name_hosts({rank: (card["host"], card["host_name"]) for rank, card in cards.items()})
     diagnosis = Diagnosis(versions(), hosts, place.ranks)
-    tell(f"looking at {len(set(hosts.values()))} hosts")
-    diagnosis.findings = _inspect_hosts(conductor, hosts, networks=len({card["network"] for card in cards.values()}))
+    report_progress(f"looking at {len(set(hosts.values()))} hosts")
+    diagnosis.findings = _inspect_hosts(coordinator, hosts, networks=len({card["network"] for card in cards.values()}))
     diagnosis.findings.append(judge_ranks(place, hosts))
     diagnosis.findings += judge_versions(cards, hosts)
-    if place.ranks > 1 and _can_meet(conductor, place, cards, hosts, diagnosis, timeout_s, tell):
-        _measure_links(conductor, diagnosis, timeout_s, seconds, tell)
+    if place.ranks > 1 and _can_meet(coordinator, place, cards, hosts, diagnosis, timeout_s, report_progress):
+        _measure_links(coordinator, diagnosis, timeout_s, seconds, report_progress)
         diagnosis.findings += judge_clocks(diagnosis.links, hosts)
         diagnosis.findings += judge_links(diagnosis.links, hosts, diagnosis.together)
     return diagnosis
 
 
-def _inspect_hosts(conductor: Conductor, hosts: Mapping[int, str], networks: int) -> list[Finding]:
+def _inspect_hosts(coordinator: Coordinator, hosts: Mapping[int, str], networks: int) -> list[Finding]:
     ranks_on = {host: list(hosts.values()).count(host) for host in hosts.values()}
     orders = {
         rank: {"do": "inspect", "networks": networks, "ranks_here": ranks_on[hosts[rank]]} for rank in leaders(hosts)
     }
-    found = conductor.order(orders, _INSPECTION_S)
+    found = coordinator.order(orders, _INSPECTION_S)
     by_host = {hosts[rank]: [Finding.from_plain(item) for item in items] for rank, items in found.items()}
     return merge(by_host)
 
@@ -110,25 +110,25 @@ def _inspect_hosts(conductor: Conductor, hosts: Mapping[int, str], networks: int
 
 
 def _can_meet(
-    conductor: Conductor,
+    coordinator: Coordinator,
     place: Place,
     cards: Mapping[int, Any],
     hosts: Mapping[int, str],
     diagnosis: Diagnosis,
     timeout_s: float,
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> bool:
     """Find out step by step whether a process group can be made, and make it."""
     blocking = ("ranks", "Gloo address", "MASTER_ADDR", "ports", "backends")
     if any(finding.subject in blocking for finding in diagnosis.problems):
         diagnosis.findings.append(note("links", "not measured, because of the problems above"))
         return False
-    tell("knocking at the ranks' ports")
-    if blocked := _knock(conductor, cards, hosts):
+    report_progress("knocking at the ranks' ports")
+    if blocked := _knock(coordinator, cards, hosts):
         diagnosis.findings.append(blocked)
         return False
-    tell("making a process group")
-    answers = conductor.order({rank: {"do": "connect"} for rank in cards}, 2 * timeout_s + 10)
+    report_progress("making a process group")
+    answers = coordinator.order({rank: {"do": "connect"} for rank in cards}, 2 * timeout_s + 10)
     failed = {rank: answer["failed"] for rank, answer in answers.items() if answer}
     failed |= {rank: "no answer" for rank in cards if rank not in answers}
     if failed:
@@ -141,14 +141,14 @@ def _can_meet(
     return True
 
 
-def _knock(conductor: Conductor, cards: Mapping[int, Any], hosts: Mapping[int, str]) -> Finding | None:
+def _knock(coordinator: Coordinator, cards: Mapping[int, Any], hosts: Mapping[int, str]) -> Finding | None:
     """Let a rank of each host try to reach the others where Gloo will be."""
     first = leaders(hosts)[: _KNOCKS + 1]
     doors = {rank: (cards[rank]["address"], cards[rank]["port"]) for rank in first}
     orders = {me: {"do": "knock", "at": {str(peer): doors[peer] for peer in first if peer != me}} for me in first}
     failures = [
         (me, int(peer), why)
-        for me, answer in conductor.order(orders, 5.0 * len(first) + 10).items()
+        for me, answer in coordinator.order(orders, 5.0 * len(first) + 10).items()
         for peer, why in answer.items()
     ]
     return judge_ways(failures, cards, hosts) if failures else None
@@ -158,7 +158,11 @@ def _knock(conductor: Conductor, cards: Mapping[int, Any], hosts: Mapping[int, s
 
 
 def _measure_links(
-    conductor: Conductor, diagnosis: Diagnosis, timeout_s: float, seconds: float, tell: Callable[[str], None]
+    coordinator: Coordinator,
+    diagnosis: Diagnosis,
+    timeout_s: float,
+    seconds: float,
+    report_progress: Callable[[str], None],
 ) -> None:
     ranks = len(diagnosis.hosts)
     total = ranks * (ranks - 1) // 2
@@ -166,17 +170,17 @@ def _measure_links(
     for number, (a, b) in enumerate(pairs(ranks, leaders(diagnosis.hosts)[1:])):
         if number and time.monotonic() > end:
             break
-        tell(f"measuring ranks {a} and {b} (link {number + 1} of {total})")
+        report_progress(f"measuring ranks {a} and {b} (link {number + 1} of {total})")
         orders = {a: {"do": "measure", "peer": b}, b: {"do": "measure", "peer": a}}
-        answers = conductor.order(orders, timeout_s)
+        answers = coordinator.order(orders, timeout_s)
         if any(rank not in answers or (answers[rank] and "failed" in answers[rank]) for rank in (a, b)):
             diagnosis.findings.append(judge_broken(a, b, diagnosis.hosts, answers))
             return
         diagnosis.links.append(Link(**answers[a]))
-    tell("letting all ranks send at once")
+    report_progress("letting all ranks send at once")
     slowest = min(min(link.to_a, link.to_b) for link in diagnosis.links)
     size = int(min(_LARGEST, max(_SMALLEST, slowest * _TOGETHER_S / 2)))
-    answers = conductor.order({rank: {"do": "together", "bytes": size} for rank in diagnosis.hosts}, timeout_s)
+    answers = coordinator.order({rank: {"do": "together", "bytes": size} for rank in diagnosis.hosts}, timeout_s)
     rates = [answer for answer in answers.values() if isinstance(answer, float)]
     if len(rates) == ranks:
         diagnosis.together = min(rates)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cadenza.cli.doctor import links
+from cadenza.cli.doctor.coordination import Order
 from cadenza.cli.doctor.machine import inspect_machine, versions
-from cadenza.cli.doctor.meeting import Order
 from cadenza.cli.doctor.network import (
     answers,
     gloo_address,

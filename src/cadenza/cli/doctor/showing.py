@@ -39,8 +39,8 @@ def _headline(diagnosis: Diagnosis) -> Text:
     ranks = f"{diagnosis.ranks} rank{'s' * (diagnosis.ranks > 1)}"
     there = ranks if len(diagnosis.hosts) == diagnosis.ranks else f"{len(diagnosis.hosts)} of {ranks}"
     who = f"{there} on {hosts} host{'s' * (hosts > 1)}" if diagnosis.ranks else "this machine alone"
-    told = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items())
-    return Text.assemble(("cadenza doctor", "bold"), f": {who} ({told})\n")
+    versions = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items())
+    return Text.assemble(("cadenza doctor", "bold"), f": {who} ({versions})\n")
 
 
 def _findings(diagnosis: Diagnosis) -> Table:

@@ -1,4 +1,4 @@
-"""Checkpoints of workers that come and go: parts that are missing, damaged, or were never written to the end."""
+"""Checkpoints of elastic workers: parts that are missing, damaged, or were never written to the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn
 
 import cadenza
 from cadenza.checkpoint import files
-from cadenza.checkpoint.parts import find, load_part, save_part, take_up
+from cadenza.checkpoint.folders import collect_part, load_optimizers, restore
+from cadenza.checkpoint.selection import Selection, select_any_part
 from cadenza.errors import CheckpointError
 from cadenza.participants.store import serve
 
@@ -46,12 +47,14 @@ class Worker:
             self.sync.step()
 
     def save(self, folder: Path) -> None:
-        parts = {"model": self.model, "optimizers": [self.optimizer], "sync": self.sync}
-        save_part(folder, self.worker, leads=True, extra={"place": self.sync.clock}, **parts)
+        part = collect_part(self.model, [self.optimizer], self.sync, {"place": self.sync.clock})
+        part.write(folder, shared=True, overwrite=True)
 
-    def load(self, folder: Path) -> dict[str, object]:
-        parts = {"model": self.model, "optimizers": [self.optimizer], "sync": self.sync}
-        return load_part(find(folder, self.worker), worker=self.worker, **parts)
+    def find(self, folder: Path) -> Selection:
+        return select_any_part(folder, self.sync.replica.place())
+
+    def load(self, folder: Path) -> dict[str, object] | None:
+        return restore(self.find(folder), self.model, [self.optimizer], self.sync)
 
     def values(self) -> list[torch.Tensor]:
         momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
@@ -106,7 +109,7 @@ def test_whenever_a_worker_dies_while_it_saves_the_earlier_checkpoint_is_there(w
                 break
         if made.count("replace") < 4 or made[-1] == "replace":  # later, all files have their names
             with pytest.raises(CheckpointError):
-                find(folder, 0)
+                worker.find(folder)
         call += 1
     assert made.count("replace") == 4  # a part and its manifest, what is shared and its manifest
     assert len(made) == call == 16
@@ -123,7 +126,7 @@ def test_a_worker_without_a_part_goes_on_from_anothers_and_from_the_anchor(worke
     store = serve(host="127.0.0.1")
     other = Worker(store.port, worker=5)
     try:
-        assert find(tmp_path, 5).worker == 0
+        assert other.find(tmp_path).worker == 0
         assert other.load(tmp_path) == {"place": 3}
         assert other.sync.clock == 3
         assert all(torch.equal(p, a) for p, a in zip(other.model.parameters(), agreed, strict=True))
@@ -140,7 +143,7 @@ def test_a_part_that_was_saved_beside_another_round_is_not_taken(worker: Worker,
     for name in ("shared.json", "shared.safetensors"):
         os.replace(tmp_path / "other" / name, tmp_path / "one" / name)
     with pytest.raises(CheckpointError, match="no worker's part that belongs"):
-        find(tmp_path / "one", 0)
+        worker.find(tmp_path / "one")
 
 
 def test_a_damaged_part_is_not_taken(worker: Worker, tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_a_damaged_part_is_not_taken(worker: Worker, tmp_path: Path) -> None:
     path = tmp_path / "worker-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(CheckpointError):
-        find(tmp_path, 0)
+        worker.find(tmp_path)
 
 
 def test_a_worker_that_has_joined_takes_up_its_own_optimizer(worker: Worker, tmp_path: Path) -> None:
@@ -158,6 +161,6 @@ def test_a_worker_that_has_joined_takes_up_its_own_optimizer(worker: Worker, tmp
     momentum = worker.values()[2:]
     worker.train(4)
     parameters = worker.values()[:2]
-    assert take_up(tmp_path, 0, [worker.optimizer]) == {"place": 3}
+    assert load_optimizers(tmp_path, 0, [worker.optimizer]) == {"place": 3}
     assert all(torch.equal(a, b) for a, b in zip(worker.values()[2:], momentum, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(worker.values()[:2], parameters, strict=True))

@@ -1,4 +1,4 @@
-"""Workers that come and go stop at one step if they can, and never wait long for those who do not answer."""
+"""Elastic workers stop at one step if they can, and never wait long for those who do not answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch.distributed as dist
 import cadenza
 from cadenza.participants.membership import Membership
 from cadenza.participants.store import serve
-from cadenza.training import words
+from cadenza.training import stop_agreement
+from cadenza.training.connections import DirectConnection
+from cadenza.training.stop_agreement import StopAgreement
 from cadenza.training.stopping import Stopper
-from cadenza.training.words import LineWords
 
 
 @pytest.fixture
@@ -25,7 +26,10 @@ def two() -> Iterator[list[Membership]]:
 
 
 def stopper_of(member: Membership, **options: bool) -> Stopper:
-    return Stopper(LineWords(member, lambda: (0, 1)), worker=member.worker, workers=2, **options)
+    agreement = StopAgreement(
+        member.line(), member.line(), expected=lambda: {0, 1} - member.roll.silent(), all_must_answer=False
+    )
+    return Stopper(agreement, worker=member.worker, **options)
 
 
 def test_all_stop_after_the_largest_step_that_one_has_begun(two: list[Membership]) -> None:
@@ -41,7 +45,7 @@ def test_all_stop_after_the_largest_step_that_one_has_begun(two: list[Membership
 def test_one_that_does_not_answer_is_not_waited_for_long(
     two: list[Membership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(words, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(stop_agreement, "_ANSWER_S", 0.2)
     stopper = stopper_of(two[0])
     assert stopper.may_begin(5)
     stopper.request()
@@ -50,12 +54,12 @@ def test_one_that_does_not_answer_is_not_waited_for_long(
 
 
 def test_one_that_leaves_asks_nobody(two: list[Membership]) -> None:
-    leaving, staying = stopper_of(two[0], leaves=True), stopper_of(two[1])
+    leaving, staying = stopper_of(two[0], leaves_on_sigterm=True), stopper_of(two[1])
     assert leaving.may_begin(3)
     leaving.leave()
     assert leaving.left
     assert not leaving.may_begin(4)
-    assert not staying._words.is_told("asked")
+    assert not staying._agreement.is_asked()
 
 
 def test_without_a_store_each_stops_where_it_is() -> None:
@@ -71,7 +75,8 @@ def test_without_a_store_each_stops_where_it_is() -> None:
 
 
 def test_a_process_group_waits_for_all_as_before() -> None:
-    stopper = Stopper(dist.HashStore(), worker=0, workers=1)
+    store = DirectConnection(dist.HashStore())
+    stopper = Stopper(StopAgreement(store, store, expected=lambda: {0}, all_must_answer=True), worker=0)
     assert stopper.may_begin(1)
     stopper.request()
     assert not stopper.may_begin(2)

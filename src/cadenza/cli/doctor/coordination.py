@@ -22,7 +22,7 @@ from cadenza.cli.doctor.network import answers
 from cadenza.cli.doctor.place import Place, reaching
 from cadenza.errors import TransportError
 
-__all__ = ["Conductor", "muted", "open_store", "serve"]
+__all__ = ["Coordinator", "muted", "open_store", "serve"]
 
 Order = Mapping[str, Any]
 Perform = Callable[[Order], Any]
@@ -106,7 +106,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".")
 
 
-class Conductor:
+class Coordinator:
     """Rank 0's side: it gives orders, does its own part, and collects answers."""
 
     def __init__(self, store: dist.Store, place: Place, perform: Perform) -> None:
@@ -115,7 +115,7 @@ class Conductor:
         self._perform = perform
         self._given = dict.fromkeys(range(place.ranks), 0)
 
-    def roll_call(self, card: Any, timeout_s: float) -> dict[int, Any]:
+    def collect_cards(self, card: Any, timeout_s: float) -> dict[int, Any]:
         """Return the cards of the ranks that are there in time."""
         others = {rank: f"card/{rank}" for rank in range(1, self._place.ranks)}
         return {0: card, **self._collect(others, timeout_s)}

@@ -1,4 +1,4 @@
-"""A process on a leash ends when its parent does, however that one ended: a killed front leaves nothing running."""
+"""Ending together with one's parent, however that one ended: a killed front leaves nothing running."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 
-__all__ = ["PARENT", "SAVING_S", "follow_parent"]
+__all__ = ["PARENT", "SAVING_S", "end_with_parent"]
 
-PARENT = "CADENZA_PARENT"  # the environment variable that names the process to follow
+PARENT = "CADENZA_PARENT"  # the environment variable that names the process to end with
 SAVING_S = 600  # for workers that save after the front was killed; then they are killed too
 _PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
 
-def follow_parent(how: signal.Signals = signal.SIGKILL) -> None:
+def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send `how` to this process when its parent ends; only if the environment names that parent.
 
     It does nothing under torchrun, which has its own habits, and on systems without `prctl`.

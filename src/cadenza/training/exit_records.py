@@ -1,11 +1,11 @@
-"""What is written into a worker's metrics by others, while it does not run: that it died, and what came of it.
+"""What a worker's metrics say of its end: the last record it wrote, and what others add once it does not run any more.
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "worker-00001.jsonl"
 >>> with MetricsWriter(path) as writer:
 ...     writer.write("step", 7, loss=2.5, samples=28, bytes_sent=0, stall_s=0.0)
 >>> write_event(path, "Worker 1 was ended by SIGKILL.")
->>> last_words(path).step
+>>> last_record(path).step
 7
 """
 
@@ -21,14 +21,14 @@ from typing import Any
 
 from cadenza.training.metrics import MetricsWriter, Stopwatch
 
-__all__ = ["NOTHING", "LastWords", "last_words", "write_end", "write_event"]
+__all__ = ["NO_RECORD", "LastRecord", "last_record", "write_end", "write_event"]
 
 _ENOUGH = 1 << 20  # bytes; a line is far shorter
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """Where a worker stood when it was last heard of.
+class LastRecord:
+    """Where a worker stood when it last wrote something.
 
     Attributes:
         step: The last step it wrote of.
@@ -43,10 +43,10 @@ class LastWords:
     error: str = ""
 
 
-NOTHING = LastWords(0, 0.0, {})
+NO_RECORD = LastRecord(0, 0.0, {})
 
 
-def last_words(path: Path) -> LastWords:
+def last_record(path: Path) -> LastRecord:
     """Return what the end of a worker's file tells."""
     last: dict[str, Any] | None = None
     error = ""
@@ -55,8 +55,8 @@ def last_words(path: Path) -> LastWords:
             error = line.get("error") or ""
         last = last or line
         if line["kind"] == "step":
-            return LastWords(line["step"], _elapsed(last), line, error)
-    return LastWords(last["step"], _elapsed(last), {}, error) if last else NOTHING
+            return LastRecord(line["step"], _elapsed(last), line, error)
+    return LastRecord(last["step"], _elapsed(last), {}, error) if last else NO_RECORD
 
 
 def write_event(path: Path, text: str, *, level: str = "warning") -> None:
@@ -70,7 +70,7 @@ def write_end(path: Path, status: str, error: str) -> None:
 
 
 def _write(path: Path, kind: str, **figures: Any) -> None:
-    known = last_words(path)
+    known = last_record(path)
     with MetricsWriter(path, Stopwatch(known.elapsed)) as writer:
         writer.write(kind, known.step, **figures)
 

@@ -1,0 +1,150 @@
+"""The flags of `cadenza train`: their help, and which keys of the configuration they set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+__all__ = ["CONFIG_KEYS", "overrides_of"]
+
+RUN, STRATEGY, TRAINING = "The run", "The strategy", "The training"
+NODES, RACE = "Many machines, in torchrun's words", "Comparing"
+
+# The flags that set a key of the configuration, by their names as parameters.
+CONFIG_KEYS = {
+    "task": "task",
+    "steps": "steps",
+    "seed": "seed",
+    "strategy": "strategy.name",
+    "period": "strategy.period",
+    "codec": "strategy.codec",
+    "outer_lr": "strategy.outer_lr",
+    "delay": "strategy.delay",
+    "warmup_steps": "strategy.warmup_steps",
+    "faults": "faults.policy",
+    "workers": "launch.workers",
+    "nnodes": "launch.nnodes",
+    "node_rank": "launch.node_rank",
+    "rdzv_backend": "launch.rdzv_backend",
+    "rdzv_endpoint": "launch.rdzv_endpoint",
+    "rdzv_id": "launch.rdzv_id",
+    "max_restarts": "launch.max_restarts",
+}
+
+
+def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the configuration that flags set, given all flags by name, None for those not given.
+
+    >>> overrides_of({"period": 8, "codec": None, "plain": True})
+    {'strategy.period': 8}
+    """
+    return {key: flags[name] for name, key in CONFIG_KEYS.items() if flags.get(name) is not None}
+
+
+def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+def _complete_strategy(incomplete: str) -> list[str]:
+    from cadenza.training.strategies import STRATEGIES
+
+    return [name for name in STRATEGIES if name.startswith(incomplete)]
+
+
+def _complete_codec(incomplete: str) -> list[str]:
+    from cadenza.training.strategies import CODECS
+
+    return [name for name in CODECS if name.startswith(incomplete)]
+
+
+def _complete_policy(incomplete: str) -> list[str]:
+    return [name for name in ("raise_error", "skip_round", "shrink") if name.startswith(incomplete)]
+
+
+Task: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TASK",
+        help="Your own training: package.module:build, a function that returns a Task.",
+        show_default=False,
+    ),
+]
+ConfigFile: TypeAlias = Annotated[
+    Path | None, _option("A TOML file; flags override it.", RUN, "--config", metavar="FILE")
+]
+PrintConfig: TypeAlias = Annotated[
+    bool, _option("Print the whole configuration as TOML, and end.", RUN, "--print-config")
+]
+RunFolder: TypeAlias = Annotated[
+    Path | None, _option("The run's folder; runs/TIME-STRATEGY if not given.", RUN, "--run", metavar="FOLDER")
+]
+Resume: TypeAlias = Annotated[
+    Path | None, _option("Go on with a run, from its newest whole checkpoint.", RUN, "--resume", metavar="RUN")
+]
+Plain: TypeAlias = Annotated[bool, _option("Plain lines, also on a terminal.", RUN, "--plain")]
+NoReport: TypeAlias = Annotated[bool, _option("Draw no report at the end.", RUN, "--no-report")]
+
+StrategyName: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco (the default), streaming_diloco or sparse_loco.",
+        STRATEGY,
+        autocompletion=_complete_strategy,
+    ),
+]
+Period: TypeAlias = Annotated[int | None, _option("Steps from one round to the next.", STRATEGY)]
+Codec: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "How differences are written: fp32, bf16, fp16, int8, e3m0 or topk; +feedback behind it sends later what was "
+        "lost.",
+        STRATEGY,
+        autocompletion=_complete_codec,
+    ),
+]
+OuterLr: TypeAlias = Annotated[float | None, _option("Learning rate of the outer step.", STRATEGY)]
+Delay: TypeAlias = Annotated[int | None, _option("Steps for which a round may be on its way.", STRATEGY)]
+Faults: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "What is done when a worker dies: raise_error (the default), skip_round or shrink, which go on.",
+        STRATEGY,
+        metavar="POLICY",
+        autocompletion=_complete_policy,
+    ),
+]
+WarmupSteps: TypeAlias = Annotated[int | None, _option("Steps with averaged gradients, at first.", STRATEGY)]
+
+Steps: TypeAlias = Annotated[int | None, _option("Optimizer steps of each worker.", TRAINING)]
+Workers: TypeAlias = Annotated[int | None, _option("Workers on this node (torchrun: --nproc-per-node).", TRAINING)]
+Seed: TypeAlias = Annotated[int | None, _option("What random numbers begin with.", TRAINING)]
+Settings: TypeAlias = Annotated[
+    list[str] | None,
+    _option(
+        "Any key of the configuration, such as options.width=64; may be repeated.",
+        TRAINING,
+        "--set",
+        metavar="KEY=VALUE",
+    ),
+]
+
+Nodes: TypeAlias = Annotated[str | None, _option("Nodes, or a range such as 2:4.", NODES, metavar="N")]
+NodeRank: TypeAlias = Annotated[int | None, _option("This node's number, for a static rendezvous.", NODES)]
+RdzvBackend: TypeAlias = Annotated[str | None, _option("How nodes find each other: c10d, static, ….", NODES)]
+RdzvEndpoint: TypeAlias = Annotated[
+    str | None, _option("Where they do, the same on all nodes.", NODES, metavar="HOST:PORT")
+]
+RdzvId: TypeAlias = Annotated[str | None, _option("The job's name, the same on all nodes.", NODES)]
+MaxRestarts: TypeAlias = Annotated[
+    int | None, _option("How often workers are started anew, from the last checkpoint, if one fails.", NODES)
+]
+
+Compare: TypeAlias = Annotated[
+    str | None, _option("Train by several strategies, one after the other.", RACE, metavar="NAME,NAME,…")
+]
+Link: TypeAlias = Annotated[
+    str | None, _option("Put each worker behind an emulated link, such as 100mbit; needs root.", RACE, metavar="RATE")
+]

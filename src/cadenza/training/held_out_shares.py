@@ -1,0 +1,120 @@
+"""Putting a held-out loss together of what each worker has measured on its share of the data.
+
+Fixed workers add their shares in a collective. Elastic workers post them to the store, and one adds them up. There
+nobody waits: while shares are missing, training goes on, and a share that does not come is left out of the mean.
+
+>>> from cadenza.training.connections import DirectConnection
+>>> shares = StoreShares(DirectConnection(dist.HashStore()), worker=0, patience_s=10.0)
+>>> shares.post(100, (0,), 24.0, 8.0)
+>>> shares.collect(wait=True)
+[Evaluation(step=100, loss=3.0, write=True)]
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from cadenza.errors import StoreLostError
+from cadenza.participants.store import append
+from cadenza.training.connections import Connection
+
+__all__ = ["Evaluation", "Shares", "StoreShares"]
+
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out loss at a step; `write` on the one worker that writes it down for all."""
+
+    step: int
+    loss: float
+    write: bool
+
+
+class Shares(Protocol):
+    """Puts together what the workers have measured."""
+
+    def post(self, step: int, members: tuple[int, ...], total: float, count: float) -> None:
+        """Add this worker's share: the sum of `count` losses. All members of the last round post one."""
+
+    def collect(self, *, wait: bool = False) -> list[Evaluation]:
+        """Return the evaluations that have come to be known since the last call; `wait` for those that are pending."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    members: tuple[int, ...]
+    deadline: float
+
+
+class StoreShares:
+    """Posts this worker's shares to a store and, if it is the first of those who evaluate, adds all of them up.
+
+    Args:
+        connection: A connection to the store.
+        worker: This worker's number.
+        patience_s: How long missing shares are waited for.
+    """
+
+    def __init__(self, connection: Connection, worker: int, *, patience_s: float) -> None:
+        self._connection, self._worker, self._patience_s = connection, worker, patience_s
+        self._pending: list[_Pending] = []
+        self._looked = 0.0
+
+    def post(self, step: int, members: tuple[int, ...], total: float, count: float) -> None:
+        """Make this worker's share known to the first of the members."""
+        text = json.dumps([self._worker, total, count])
+        with suppress(StoreLostError):
+            self._connection.call(lambda store: append(store, _key(step), text + "\n"))
+            if self._worker == min(members):
+                self._pending.append(_Pending(step, members, time.monotonic() + self._patience_s))
+
+    def collect(self, *, wait: bool = False) -> list[Evaluation]:
+        """Return the evaluations that are over; `wait` until all are."""
+        found: list[Evaluation] = []
+        while self._pending and (wait or time.monotonic() - self._looked > _LOOK_S):
+            self._looked = time.monotonic()
+            for pending in list(self._pending):
+                shares = self._shares(pending)
+                if shares.keys() >= set(pending.members) or self._looked > pending.deadline:
+                    self._pending.remove(pending)
+                    found += _mean(pending.step, shares)
+            if self._pending and wait:
+                time.sleep(0.02)
+            elif not wait:
+                break
+        return found
+
+    def _shares(self, pending: _Pending) -> dict[int, tuple[float, float]]:
+        try:
+            return self._connection.call(lambda store: _read(store, pending))
+        except StoreLostError:
+            return {}
+
+
+def _mean(step: int, shares: dict[int, tuple[float, float]]) -> list[Evaluation]:
+    total, count = (sum(share[i] for share in shares.values()) for i in (0, 1))
+    return [Evaluation(step, total / count, write=True)] if count > 0 else []
+
+
+def _read(store: dist.Store, pending: _Pending) -> dict[int, tuple[float, float]]:
+    key = _key(pending.step)
+    if not store.check([key]):
+        return {}
+    found = [json.loads(line) for line in bytes(store.get(key)).decode().splitlines()]
+    shares = {int(worker): (float(total), float(count)) for worker, total, count in found}
+    if shares.keys() >= set(pending.members):
+        store.delete_key(key)
+    return shares
+
+
+def _key(step: int) -> str:
+    return f"held-out/{step}"
