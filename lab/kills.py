@@ -38,7 +38,7 @@ FRESH: dict[str, Any] = {
 
 
 def main() -> int:
-    from cadenza.participants.name_lookup import ask_nobody
+    from cadenza.participants.name_lookup import use_hosts_file_only
     from support.ranks import RankPool
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("lab/results/kills.json"))
     given = parser.parse_args()
-    ask_nobody()
+    use_hosts_file_only()
     pool = RankPool()
     told = json.loads(given.out.read_text()) if given.out.exists() else FRESH
     started, before = time.monotonic(), told["seconds"]

@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
 from cadenza.codecs import native
-from cadenza.participants.name_lookup import ask_nobody
+from cadenza.participants.name_lookup import use_hosts_file_only
 from support.ranks import RankPool
 
-ask_nobody()  # the stores of tests are in this process: docs/reliability.md
+use_hosts_file_only()  # the stores of tests are in this process: docs/reliability.md
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script: programs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 
 from cadenza.participants.membership import Membership, join
-from cadenza.participants.name_lookup import ask_nobody
+from cadenza.participants.name_lookup import use_hosts_file_only
 from cadenza.participants.store import serve
 
 __all__ = ["Membership", "join", "serve"]
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one, which is printed")
     given = parser.parse_args(arguments)
-    ask_nobody()
+    use_hosts_file_only()
     store = serve(given.port, host=given.host)
     print(store.port, flush=True)
     signal.pause()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cadenza.participants.name_lookup import ask_nobody
+from cadenza.participants.name_lookup import use_hosts_file_only
 
 RELEASE = b"release"
 IDLE = b"idle"
@@ -68,7 +68,7 @@ class Failure:
 def serve(connection: Connection, stack_path: str, store_port: int) -> None:
     """Run jobs until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
-    ask_nobody()
+    use_hosts_file_only()
     with open(stack_path, "w") as stack_file:
         faulthandler.enable(stack_file)
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)

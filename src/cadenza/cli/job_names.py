@@ -18,7 +18,7 @@ import time
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
-from cadenza.participants.store import Line
+from cadenza.participants.store import StoreConnection
 
 __all__ = ["JobNames"]
 
@@ -32,7 +32,7 @@ class JobNames:
 
     def __init__(self, address: str, job: str) -> None:
         self._job = job
-        self._connection = Line(address, prefix=f"cadenza/{job}")
+        self._connection = StoreConnection(address, prefix=f"cadenza/{job}")
 
     def current(self) -> str:
         """Return the name under which workers train now, or will; waits for the store.

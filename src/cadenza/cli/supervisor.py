@@ -26,7 +26,7 @@ from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
 from cadenza.cli.store_keeper import StoreKeeper, StoreNotStartedError
 from cadenza.cli.worker_processes import WorkerCommand, report_failures, report_problem, start_workers
 from cadenza.errors import StoreLostError
-from cadenza.participants.store import Line
+from cadenza.participants.store import StoreConnection
 from cadenza.training.exit_records import last_record, write_end, write_event
 from cadenza.training.metrics import metrics_file
 
@@ -118,7 +118,7 @@ class Supervisor:
 
     def _begin_as(self, job: str) -> None:
         self._job = job
-        self._connection = Line(self._address, prefix=f"cadenza/{job}")
+        self._connection = StoreConnection(self._address, prefix=f"cadenza/{job}")
 
     def _start(self, worker: int) -> None:
         command, attempt = self._commands[worker], self._starts[worker]

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from cadenza.common.wording import name_workers
 from cadenza.errors import TurnedAwayError
 from cadenza.faults import FaultPolicy
-from cadenza.participants.heartbeat import Roll
+from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
-from cadenza.participants.signing import Seal
-from cadenza.participants.store import Line, append, wait_for
+from cadenza.participants.signing import Signer
+from cadenza.participants.store import StoreConnection, append, wait_for
 from cadenza.participants.vote import VOTE_KEYS
 
 __all__ = ["KEPT", "Assembly", "clean_up", "obeyed"]
@@ -31,15 +31,18 @@ class Assembly:
     """A worker's way to the roster of one round.
 
     Args:
-        line: A connection to the store.
-        roll: Who is alive.
-        seal: What signs what is written.
+        connection: A connection to the store.
+        heartbeat: Who is alive.
+        signer: What signs what is written.
         round: The round.
         me: What this worker writes when it arrives.
     """
 
-    def __init__(self, line: Line, roll: Roll, seal: Seal, round: RoundId, me: Arrival) -> None:
-        self._line, self._roll, self._seal, self._round, self._me = line, roll, seal, round, me
+    def __init__(
+        self, connection: StoreConnection, heartbeat: Heartbeat, signer: Signer, round: RoundId, me: Arrival
+    ) -> None:
+        self._connection, self._heartbeat, self._signer = connection, heartbeat, signer
+        self._round, self._me = round, me
         self._base = f"round/{round}"
 
     def hold(self, policy: FaultPolicy, *, workers: int, patience_s: float) -> Roster:
@@ -57,8 +60,8 @@ class Assembly:
         """
         started = time.monotonic()
         self._announce()
-        standing = self._line.call(self._standing) if self._me.new else None
-        self._line.call(lambda store: self.sign(store, self._me))
+        standing = self._connection.call(self._standing) if self._me.new else None
+        self._connection.call(lambda store: self.sign(store, self._me))
         text: bytes | None = None
         while text is None:
             text = self._advance(policy, workers, time.monotonic() - started, patience_s)
@@ -71,39 +74,39 @@ class Assembly:
 
     def _advance(self, policy: FaultPolicy, workers: int, waited_s: float, patience_s: float) -> bytes | None:
         """Look who is there, propose a roster if that is enough, and return the one that stands, if one does."""
-        roll = self._roll
-        if roll.replaced:
+        heartbeat = self._heartbeat
+        if heartbeat.replaced:
             raise TurnedAwayError(f"Another process has taken the place of worker {self._me.worker}; this one ends.")
-        arrivals = self._line.call(self._arrivals)
-        current = {w: arrival for w, arrival in arrivals.items() if roll.is_current(w, arrival.incarnation)}
-        hopeful = roll.doubted()  # asked before the others' deaths are, which may be told in between
+        arrivals = self._connection.call(self._arrivals)
+        current = {w: arrival for w, arrival in arrivals.items() if heartbeat.is_current(w, arrival.incarnation)}
+        hopeful = heartbeat.doubted()  # asked before the others' deaths are, which may be told in between
         proposal = None
         try:
             proposal = propose(
                 current,
                 policy,
-                known=roll.known(),
-                silent=roll.silent(),
-                gone=roll.gone(),
+                known=heartbeat.known(),
+                silent=heartbeat.silent(),
+                gone=heartbeat.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,
             )
         except RoundNotHeldError:
             if not hopeful:
-                text = self._line.call(self._leave)
+                text = self._connection.call(self._leave)
                 if text is None:
                     raise
                 return text
         if proposal is not None and (proposal.members or not hopeful):
             return self._decide(replace(proposal, decided_at=time.time()))
         if waited_s >= 3 * patience_s:
-            self._line.call(self._leave)
+            self._connection.call(self._leave)
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait()
 
     def sign(self, store: dist.Store, arrival: Arrival) -> None:
         """Write an arrival into the store, signed."""
-        append(store, f"{self._base}/arrivals", self._seal.close(arrival.pack(), str(self._round)) + "\n")
+        append(store, f"{self._base}/arrivals", self._signer.sign_text(arrival.pack(), str(self._round)) + "\n")
 
     def _announce(self) -> None:
         """Make the round known to those who are behind; refuse one that lies before the latest."""
@@ -116,7 +119,7 @@ class Assembly:
                 store.set("latest", str(self._round))
             return latest.encode()
 
-        latest = self._line.call(announce).decode()
+        latest = self._connection.call(announce).decode()
         if latest and self._round < RoundId.parse(latest):
             raise RoundNotHeldError(
                 f"the others are at step {RoundId.parse(latest).step} and this worker at {self._round.step}",
@@ -125,14 +128,16 @@ class Assembly:
 
     def _decide(self, roster: Roster) -> bytes:
         """Write a roster unless one stands already; return the one that stands."""
-        sealed = self._seal.close(roster.pack(), f"roster {self._round}")
-        return self._line.call(lambda store: bytes(store.compare_set(f"{self._base}/roster", "", sealed)))
+        sealed = self._signer.sign_text(roster.pack(), f"roster {self._round}")
+        return self._connection.call(lambda store: bytes(store.compare_set(f"{self._base}/roster", "", sealed)))
 
     def _wait(self) -> bytes | None:
         """Wait a moment for a roster."""
-        roll = self._roll
-        overtaken = roll.latest is not None and roll.latest > self._round  # asked before the roster is looked for
-        text = self._line.call(lambda store: wait_for(store, f"{self._base}/roster", min(0.05, roll.tick_s)))
+        heartbeat = self._heartbeat
+        overtaken = (
+            heartbeat.latest is not None and heartbeat.latest > self._round
+        )  # asked before the roster is looked for
+        text = self._connection.call(lambda store: wait_for(store, f"{self._base}/roster", min(0.05, heartbeat.tick_s)))
         if text is None and overtaken:
             raise RoundNotHeldError("the others have gone on to a later round", behind=True)
         return text
@@ -150,17 +155,17 @@ class Assembly:
         """Return who is there, as far as their entries bear this job's signature."""
         found: dict[int, Arrival] = {}
         for line in bytes(store.get(f"{self._base}/arrivals")).decode().splitlines():
-            text = self._seal.open(line, str(self._round))
+            text = self._signer.verified_text(line, str(self._round))
             if text is not None:
                 arrival = Arrival.unpack(text)
                 found[arrival.worker] = arrival
         return {worker: arrival for worker, arrival in found.items() if arrival.here}
 
     def _opened(self, text: bytes) -> Roster:
-        opened = self._seal.open(text.decode(), f"roster {self._round}")
+        opened = self._signer.verified_text(text.decode(), f"roster {self._round}")
         if opened is None:
             raise TurnedAwayError(
-                f"The list of members does not bear the seal that worker {self._me.worker} knows: its job or its "
+                f"The list of members does not bear the signer that worker {self._me.worker} knows: its job or its "
                 "secret is not that of the others. Start it with theirs (CADENZA_JOB, CADENZA_SECRET)."
             )
         return Roster.unpack(opened)

@@ -72,8 +72,9 @@ class ElasticParticipants:
         self.levels: Sequence[LevelGroup] = [LevelGroup(plan, plan.name or "level 0", None)]
         self.behind = self.idle = False
         self._terms = terms
-        self._lines = [membership.line(), membership.line()]  # for the training loop, and for rounds in flight
-        self._latecomer = Latecomer(membership, policy.patience, self._lines[0])
+        # One for the training loop, one for rounds in flight.
+        self._connections = [membership.connection(), membership.connection()]
+        self._latecomer = Latecomer(membership, policy.patience, self._connections[0])
         self._generation: Generation | None = None
         self._place = ""
         self._roster = Roster(())
@@ -132,20 +133,20 @@ class ElasticParticipants:
     def _look(self) -> None:
         """Know the latest round: at once if the others are beyond this one, else after a pause."""
         if not self.behind:
-            time.sleep(2 * self.membership.roll.tick_s)
+            time.sleep(2 * self.membership.heartbeat.tick_s)
         with suppress(StoreLostError):
-            self.membership.roll.glance()
+            self.membership.heartbeat.glance()
 
     def _start_phase(self) -> int:
         """Return which attempt to start together is under way; -1 if there is none, or training has begun."""
-        latest = self.membership.roll.latest
+        latest = self.membership.heartbeat.latest
         return latest.phase if latest is not None and latest.step == 0 else -1
 
     def summons(self, step: int) -> RoundId | None:
-        roll = self.membership.roll
-        if roll.replaced:
+        heartbeat = self.membership.heartbeat
+        if heartbeat.replaced:
             raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
-        latest, roll.eager = roll.latest, self.behind or self._new
+        latest, heartbeat.eager = heartbeat.latest, self.behind or self._new
         if not (self.behind or self._new) or latest is None or latest.step == 0:
             return None
         return latest if latest.step > step or self._new else None
@@ -160,7 +161,7 @@ class ElasticParticipants:
         return self._admit(round, digest, settled=settled, patience_s=self.policy.patience.grace_s)
 
     def _admit(self, round: RoundId, digest: str, *, settled: bool, patience_s: float) -> Admission | FailedRound:
-        if not self.membership.roll.connected:
+        if not self.membership.heartbeat.connected:
             self.behind = True
             return FailedRound("the store cannot be reached")
         self._renew_connections()
@@ -183,22 +184,22 @@ class ElasticParticipants:
         return Admission(catching_up=bool(roster.behind), settled=roster.settled)
 
     def _roster_of(self, round: RoundId, me: Arrival, patience_s: float) -> Roster:
-        assembly = Assembly(self._lines[0], self.membership.roll, self.membership.seal, round, me)
+        assembly = Assembly(self._connections[0], self.membership.heartbeat, self.membership.signer, round, me)
         return assembly.hold(self.policy, workers=self.membership.workers, patience_s=patience_s)
 
     def _renew_connections(self) -> None:
         """Let go of connections to a store that was lost since."""
-        if self._losses != self.membership.roll.losses:
-            self._losses = self.membership.roll.losses
-            for line in self._lines:
-                line.close()
+        if self._losses != self.membership.heartbeat.losses:
+            self._losses = self.membership.heartbeat.losses
+            for connection in self._connections:
+                connection.close()
 
     def _arrival(self, digest: str, settled: bool) -> Arrival:
         terms = hashlib.blake2b(f"{self._terms} {digest}".encode(), digest_size=16).hexdigest()
         usable = self._generation is not None and self._generation.usable
         return Arrival(
             self.worker,
-            self.membership.roll.incarnation,
+            self.membership.heartbeat.incarnation,
             self._rounds,
             self._chain,
             terms,
@@ -212,7 +213,7 @@ class ElasticParticipants:
         """Have a process group of the roster's members."""
         self._held.append((f"round/{round}", len(roster.members)))
         if self.worker == roster.leader:
-            self._lines[0].call(lambda store: clean_up(store, self._held))
+            self._connections[0].call(lambda store: clean_up(store, self._held))
         self._held = self._held[-KEPT:]
         self._roster = roster
         if not roster.keep or self._generation is None:
@@ -225,8 +226,8 @@ class ElasticParticipants:
     def _assemble(self, place: str, roster: Roster, members: tuple[int, ...] | None = None) -> Generation:
         members = members or roster.members
         return assemble(
-            self._lines[0],
-            self.membership.seal,
+            self._connections[0],
+            self.membership.signer,
             place=place,
             members=members,
             worker=self.worker,
@@ -293,7 +294,7 @@ class ElasticParticipants:
             raise
         limit_s = self._limit_s(roster)
         try:
-            committed = self._lines[1].call(
+            committed = self._connections[1].call(
                 lambda store: self._vote(store, round, roster).ready(lambda: bool(self._missing(roster))),
                 timeout_s=limit_s + 5,
             )
@@ -308,7 +309,7 @@ class ElasticParticipants:
 
     def _abort(self, round: RoundId, roster: Roster) -> None:
         with suppress(StoreLostError):
-            self._lines[1].call(lambda store: self._vote(store, round, roster).abort())
+            self._connections[1].call(lambda store: self._vote(store, round, roster).abort())
 
     def _failed(self, reason: str, roster: Roster, *, own_fault: bool = False) -> FailedRound:
         """Let the group go: after one failure it is of no use."""
@@ -326,8 +327,8 @@ class ElasticParticipants:
     def prepare_last_round(self) -> None:
         """Wait for a store that is away, as long as for a worker that is late."""
         deadline = time.monotonic() + self.policy.patience.grace_s
-        while not self.membership.roll.connected and time.monotonic() < deadline:
-            time.sleep(self.membership.roll.tick_s)
+        while not self.membership.heartbeat.connected and time.monotonic() < deadline:
+            time.sleep(self.membership.heartbeat.tick_s)
 
     def end(self, *, together: bool) -> None:
         if not together:
@@ -335,13 +336,13 @@ class ElasticParticipants:
             _logger.warning("Worker %d: %s", self.worker, text)
             return
         with suppress(StoreLostError):  # workers that come after the end are told that it has come
-            self._lines[0].call(lambda store: store.set("finished", self._chain))
+            self._connections[0].call(lambda store: store.set("finished", self._chain))
 
     def close(self) -> None:
         self._part()
         self.membership.close()
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()
 
     def _part(self) -> None:
         """Let the process group go."""
@@ -351,9 +352,11 @@ class ElasticParticipants:
 
     def _missing(self, roster: Roster) -> set[int]:
         """Return members of the round that will not come any more, or whose place another process has taken."""
-        roll = self.membership.roll
+        heartbeat = self.membership.heartbeat
         known = zip(roster.members, roster.incarnations, strict=True)
-        return roll.silent().intersection(roster.members) | {w for w, one in known if not roll.is_current(w, one)}
+        return heartbeat.silent().intersection(roster.members) | {
+            w for w, one in known if not heartbeat.is_current(w, one)
+        }
 
     def _limit_s(self, roster: Roster) -> float:
         """Return after how long without progress a transfer has failed."""

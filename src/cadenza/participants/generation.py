@@ -17,8 +17,8 @@ import torch.distributed as dist
 from cadenza.common.process_groups import make_gloo_group, set_timeout
 from cadenza.errors import TransportError
 from cadenza.participants.signed_transport import SignedTransport
-from cadenza.participants.signing import Seal
-from cadenza.participants.store import Line
+from cadenza.participants.signing import Signer
+from cadenza.participants.store import StoreConnection
 from cadenza.participants.vote import Vote
 from cadenza.transports import Transport
 from cadenza.transports.c10d import C10dTransport, Seat
@@ -32,12 +32,12 @@ _OUR_REFERENCES = 2  # the list's, and that of the call that counts them
 class Generation:
     """A process group of its own and the transport over it."""
 
-    def __init__(self, group: dist.ProcessGroup, seat: Seat, *, place: str, seal: Seal) -> None:
+    def __init__(self, group: dist.ProcessGroup, seat: Seat, *, place: str, signer: Signer) -> None:
         self._group: dist.ProcessGroup | None = group
         self.members = seat.members
         self.position = seat.position
         below = C10dTransport(group, seat)
-        self.transport: Transport = SignedTransport(below, seal, place) if seal.secret else below
+        self.transport: Transport = SignedTransport(below, signer, place) if signer.secret else below
 
     @property
     def usable(self) -> bool:
@@ -69,14 +69,14 @@ class Generation:
         gc.collect(1)  # what a failure has just left; a full collection takes tenths of a second beside torch
         if sys.getrefcount(held[0]) > _OUR_REFERENCES:
             gc.collect()
-        burial = threading.Thread(target=held.clear, name="cadenza burial", daemon=True)
-        burial.start()  # it waits for pending collectives, which end at their time-outs
-        burial.join(_DROP_S)
+        closing = threading.Thread(target=held.clear, name="cadenza closing", daemon=True)
+        closing.start()  # it waits for pending collectives, which end at their time-outs
+        closing.join(_DROP_S)
 
 
 def assemble(
-    line: Line,
-    seal: Seal,
+    connection: StoreConnection,
+    signer: Signer,
     *,
     place: str,
     members: Sequence[int],
@@ -87,8 +87,8 @@ def assemble(
     """Make the group of a list of members; all of them call this.
 
     Args:
-        line: A line to the store.
-        seal: The job's seal.
+        connection: A connection to the store.
+        signer: The job's signer.
         place: A name that no other generation has.
         members: Who is in it.
         worker: Who we are.
@@ -110,6 +110,6 @@ def assemble(
             group = make_gloo_group(prefix, position, len(members), timeout_s)
         except RuntimeError as error:
             raise TransportError(f"The group of workers {list(members)} could not be made: {error}") from None
-        return Generation(group, Seat(tuple(members), position, prefix, timeout_s), place=place, seal=seal)
+        return Generation(group, Seat(tuple(members), position, prefix, timeout_s), place=place, signer=signer)
 
-    return line.call(build, timeout_s=2 * timeout_s + 5)
+    return connection.call(build, timeout_s=2 * timeout_s + 5)

@@ -2,7 +2,7 @@
 
 A beat is a number in the store that changes. A worker whose number has not changed for a lease, by this worker's own
 clock, counts as gone; whoever is stopped, cut off or dead looks the same. Time in which this process itself stood still
-does not count against the others. A process that has died is known at once, by its life line.
+does not count against the others. A process that has died is known at once, by its liveness connection.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
-from cadenza.participants.liveness import LifeLines
+from cadenza.participants.liveness import LivenessSockets
 from cadenza.participants.round_id import RoundId
-from cadenza.participants.signing import Seal
-from cadenza.participants.store import Line, append
+from cadenza.participants.signing import Signer
+from cadenza.participants.store import StoreConnection, append
 
-__all__ = ["Roll"]
+__all__ = ["Heartbeat"]
 
 _logger = logging.getLogger("cadenza")
 
@@ -38,7 +38,7 @@ _GLANCE_S = 0.02  # between two looks for the next round
 class _Beat:
     value: str = ""
     silent_s: float = 0.0
-    doubt: int = 0  # changes that are still wanted since its life line has ended
+    doubt: int = 0  # changes that are still wanted since its liveness connection has ended
 
     @property
     def left(self) -> bool:
@@ -53,7 +53,7 @@ class _Beat:
         self.value, self.silent_s, self.doubt = value, 0.0, max(0, self.doubt - 1)
 
 
-class Roll:
+class Heartbeat:
     """The workers that have signed on, and which of them are alive.
 
     Attributes:
@@ -65,9 +65,9 @@ class Roll:
         eager: Whether the next round is to be known at once, not only at the next beat.
     """
 
-    def __init__(self, line: Line, worker: int, seal: Seal, *, lease_s: float) -> None:
+    def __init__(self, connection: StoreConnection, worker: int, signer: Signer, *, lease_s: float) -> None:
         self.worker = worker
-        self._seal = seal
+        self._signer = signer
         self.incarnation = secrets.token_hex(4)
         self.connected = False
         self.latest: RoundId | None = None
@@ -75,7 +75,7 @@ class Roll:
         self.losses = 0
         self.eager = False
         self._lease_s = lease_s
-        self._line = line
+        self._connection = connection
         self._beats: dict[int, _Beat] = {}
         self._incarnations: dict[int, str] = {}
         self._signed_on = False
@@ -83,10 +83,10 @@ class Roll:
         self._lock = threading.Lock()
         self._number = 0
         self._seen_at = time.monotonic()
-        self._life: LifeLines | None = None
+        self._life: LivenessSockets | None = None
         with contextlib.suppress(OSError):  # without them there is the lease
-            self._life = LifeLines(line.own_host(), self._line_ended)
-        self._thread = threading.Thread(target=self._beat_on, name="cadenza roll", daemon=True)
+            self._life = LivenessSockets(connection.own_host(), self._line_ended)
+        self._thread = threading.Thread(target=self._beat_on, name="cadenza heartbeat", daemon=True)
 
     @property
     def tick_s(self) -> float:
@@ -114,7 +114,7 @@ class Roll:
             return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
 
     def doubted(self) -> set[int]:
-        """Return those whose life line has ended, but of whom neither a lease nor a supervisor has said more yet.
+        """Return those whose liveness connection has ended, while neither lease nor supervisor has said more yet.
 
         A round can go on without them; to give it up because of them would be too early.
         """
@@ -140,8 +140,10 @@ class Roll:
             self._thread.join(timeout=self.tick_s)
         if self.connected and not self.replaced:
             with contextlib.suppress(StoreLostError):
-                self._line.call(lambda store: store.set(_key(self.worker), f"{self.incarnation} {_GONE}"), timeout_s=1)
-        self._line.close()
+                self._connection.call(
+                    lambda store: store.set(_key(self.worker), f"{self.incarnation} {_GONE}"), timeout_s=1
+                )
+        self._connection.close()
         if self._life is not None:
             self._life.close()
 
@@ -167,7 +169,7 @@ class Roll:
                 self.connected = self._signed_on = False
 
     def _tick(self) -> None:
-        registry, latest, beats = self._line.call(self._exchange)
+        registry, latest, beats = self._connection.call(self._exchange)
         now = time.monotonic()
         elapsed, self._seen_at = min(now - self._seen_at, 2 * self.tick_s), now
         with self._lock:
@@ -186,7 +188,7 @@ class Roll:
 
     def glance(self) -> None:
         """See which round is the latest."""
-        self._note(bytes(self._line.call(lambda store: store.get("latest"))).decode())
+        self._note(bytes(self._connection.call(lambda store: store.get("latest"))).decode())
 
     def _note(self, latest: str) -> None:
         self.latest = RoundId.parse(latest) if latest else None
@@ -199,7 +201,7 @@ class Roll:
             append(store, "latest", "")
             me = [self.worker, self.incarnation, self._life.address if self._life is not None else ""]
             if me not in self._registry(store):
-                entry = self._seal.close(json.dumps(me), "registry")
+                entry = self._signer.sign_text(json.dumps(me), "registry")
                 append(store, "registry", entry + "\n")
             self._signed_on = True
         registry = self._registry(store)
@@ -208,11 +210,11 @@ class Roll:
         return registry, latest, dict(zip(others, beats, strict=True))
 
     def _registry(self, store: dist.Store) -> list[list[Any]]:
-        """Return who has signed on with this job's seal: number, incarnation, and the address of its life line."""
+        """Return who has signed on with this job's signature: number, incarnation, address of its liveness socket."""
         if not store.check(["registry"]):
             return []
         lines = bytes(store.get("registry")).decode().splitlines()
-        entries = (self._seal.open(line, "registry") for line in lines)
+        entries = (self._signer.verified_text(line, "registry") for line in lines)
         return [json.loads(entry) for entry in entries if entry is not None]
 
 

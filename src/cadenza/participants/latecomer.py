@@ -13,7 +13,7 @@ from cadenza.errors import NobodyLeftError, StoreLostError, TransportError
 from cadenza.faults import Patience
 from cadenza.participants.membership import Membership
 from cadenza.participants.round_id import RoundId
-from cadenza.participants.store import Line
+from cadenza.participants.store import StoreConnection
 
 __all__ = ["Latecomer"]
 
@@ -23,12 +23,12 @@ _LOOK_S = 0.02  # between two looks for a round
 class Latecomer:
     """Waits for a round of the others, as long as anybody may hold one."""
 
-    def __init__(self, membership: Membership, patience: Patience, line: Line) -> None:
-        self._membership, self._patience, self._line = membership, patience, line
+    def __init__(self, membership: Membership, patience: Patience, connection: StoreConnection) -> None:
+        self._membership, self._patience, self._connection = membership, patience, connection
 
     def await_round(self, summons: Callable[[], RoundId | None], *, after: RoundId | None) -> RoundId:
         """Wait until the others hold a round, later than the one before, and return it."""
-        roll, worker, patience_s = self._membership.roll, self._membership.worker, self._patience.first_s
+        heartbeat, worker, patience_s = self._membership.heartbeat, self._membership.worker, self._patience.first_s
         alone_since = known_since = look_at = time.monotonic()
         while True:
             call = summons()
@@ -38,44 +38,44 @@ class Latecomer:
             time.sleep(_LOOK_S)
             if time.monotonic() < look_at:
                 continue
-            look_at = time.monotonic() + roll.tick_s  # what follows asks the store of every worker
+            look_at = time.monotonic() + heartbeat.tick_s  # what follows asks the store of every worker
             if self._is_known_to_someone():
                 known_since = time.monotonic()
             elif time.monotonic() - known_since > self._patience.grace_s:
                 raise NobodyLeftError(
-                    f"Of {name_workers(roll.alive())}, who are there, none has trained yet, and those who have are "
-                    "gone. Start all of them anew, from a checkpoint."
+                    f"Of {name_workers(heartbeat.alive())}, who are there, none has trained yet, and those who have "
+                    "are gone. Start all of them anew, from a checkpoint."
                 )
             if self._is_over():
                 raise TransportError(f"Worker {worker} came too late: the others have finished.")
-            if roll.known() - roll.silent() != {worker}:
+            if heartbeat.known() - heartbeat.silent() != {worker}:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > patience_s:
                 raise TransportError(f"Worker {worker} found nobody to train with within {patience_s:g} s.")
 
     def _is_known_to_someone(self) -> bool:
         """Say whether anyone who is there may have the state; this worker makes known that it has not."""
-        worker, mine = self._membership.worker, self._membership.roll.incarnation
+        worker, mine = self._membership.worker, self._membership.heartbeat.incarnation
 
         def look(store: dist.Store) -> bool:
             store.set(f"waiting/{worker}", mine)
-            alive = self._membership.roll.alive()
+            alive = self._membership.heartbeat.alive()
             keys = {other: f"waiting/{other}" for other in alive}
             return any(
                 not store.check([key]) or bytes(store.get(key)).decode() != alive[other] for other, key in keys.items()
             )
 
         try:
-            return self._line.call(look)
+            return self._connection.call(look)
         except StoreLostError:
             return True
 
     def _wait_no_more(self) -> None:
         with suppress(StoreLostError):
-            self._line.call(lambda store: store.set(f"waiting/{self._membership.worker}", ""))
+            self._connection.call(lambda store: store.set(f"waiting/{self._membership.worker}", ""))
 
     def _is_over(self) -> bool:
         try:
-            return self._line.call(lambda store: store.check(["finished"]))
+            return self._connection.call(lambda store: store.check(["finished"]))
         except StoreLostError:
             return False

@@ -5,8 +5,8 @@ that is cut off or loses its power closes nothing: there the lease decides. A li
 harm: the next beats show that the worker is alive, and it is connected again.
 
 >>> seen = []
->>> with LifeLines("127.0.0.1", lambda worker, incarnation: seen.append(worker)) as ours:
-...     theirs = LifeLines("127.0.0.1", lambda *_: None)
+>>> with LivenessSockets("127.0.0.1", lambda worker, incarnation: seen.append(worker)) as ours:
+...     theirs = LivenessSockets("127.0.0.1", lambda *_: None)
 ...     ours.watch({1: ("a7", theirs.address)})
 ...     while not ours.watched:
 ...         time.sleep(0.01)
@@ -29,7 +29,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-__all__ = ["LifeLines"]
+__all__ = ["LivenessSockets"]
 
 _MOST = 1024  # connections that are accepted; more would come from strangers
 _AGAIN_S = 2.0  # until a connection that could not be made is tried again
@@ -37,7 +37,7 @@ _AGAIN_S = 2.0  # until a connection that could not be made is tried again
 Peer = tuple[int, str]  # number and incarnation
 
 
-class LifeLines:
+class LivenessSockets:
     """This worker's lines to the others.
 
     Attributes:
@@ -60,12 +60,12 @@ class LifeLines:
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._wanted: dict[Peer, str] = {}
-        self._lines: dict[Peer, socket.socket] = {}
+        self._connections: dict[Peer, socket.socket] = {}
         self._tried_at: dict[Peer, float] = {}
         self.watched: frozenset[Peer] = frozenset()
         self._accepted: set[socket.socket] = set()
         self._ended = False
-        self._thread = threading.Thread(target=self._serve, name="cadenza life lines", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="cadenza liveness", daemon=True)
         self._thread.start()
 
     def watch(self, peers: Mapping[int, tuple[str, str]]) -> None:
@@ -73,7 +73,9 @@ class LifeLines:
         wanted = {(worker, incarnation): address for worker, (incarnation, address) in peers.items()}
         with self._lock:
             now = time.monotonic()
-            waiting = [p for p in wanted if p not in self._lines and now - self._tried_at.get(p, -_AGAIN_S) >= _AGAIN_S]
+            waiting = [
+                p for p in wanted if p not in self._connections and now - self._tried_at.get(p, -_AGAIN_S) >= _AGAIN_S
+            ]
             changed = waiting or self._wanted != wanted
             self._wanted = wanted
         if changed:
@@ -106,7 +108,7 @@ class LifeLines:
                     self._attend(key.fileobj, key.data, events)  # type: ignore[arg-type]
                 self._connect()
         finally:
-            for connection in (*self._lines.values(), *self._accepted, self._listener, self._waker, self._wake):
+            for connection in (*self._connections.values(), *self._accepted, self._listener, self._waker, self._wake):
                 connection.close()
             self._selector.close()
 
@@ -138,9 +140,9 @@ class LifeLines:
         now = time.monotonic()
         with self._lock:
             wanted = dict(self._wanted)
-        for peer in self._lines.keys() - wanted.keys():
-            self._let_go(self._lines[peer], peer)
-        for peer in wanted.keys() - self._lines.keys():
+        for peer in self._connections.keys() - wanted.keys():
+            self._let_go(self._connections[peer], peer)
+        for peer in wanted.keys() - self._connections.keys():
             if now - self._tried_at.get(peer, -_AGAIN_S) < _AGAIN_S:
                 continue
             self._tried_at[peer] = now
@@ -151,7 +153,7 @@ class LifeLines:
             if connection.connect_ex((host, int(port))) not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
                 connection.close()
                 continue
-            self._lines[peer] = connection
+            self._connections[peer] = connection
             self._selector.register(connection, selectors.EVENT_WRITE, peer)
 
     def _made(self, connection: socket.socket, peer: Peer) -> None:
@@ -168,7 +170,7 @@ class LifeLines:
         connection.close()
         self._accepted.discard(connection)
         if peer is not None:
-            self._lines.pop(peer, None)
+            self._connections.pop(peer, None)
             self.watched -= {peer}
 
 

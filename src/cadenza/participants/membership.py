@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 
 from cadenza.errors import NotInitializedError, StoreLostError
-from cadenza.participants.heartbeat import Roll
-from cadenza.participants.signing import Seal
-from cadenza.participants.store import Line
+from cadenza.participants.heartbeat import Heartbeat
+from cadenza.participants.signing import Signer
+from cadenza.participants.store import StoreConnection
 
 __all__ = ["Membership", "join"]
 
@@ -38,28 +38,28 @@ class Membership:
         self, address: str, worker: int, workers: int, *, job: str, secret: str | None, lease_s: float, wait_s: float
     ) -> None:
         self.worker, self.workers, self.job = worker, workers, job
-        self.seal = Seal(job, secret=secret)
+        self.signer = Signer(job, secret=secret)
         self._address = address
-        self.roll = Roll(self.line(), worker, self.seal, lease_s=lease_s)
+        self.heartbeat = Heartbeat(self.connection(), worker, self.signer, lease_s=lease_s)
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                self.roll.start()
+                self.heartbeat.start()
                 return
             except StoreLostError as error:
                 if time.monotonic() >= deadline:
-                    self.roll.close()
+                    self.heartbeat.close()
                     told = f"{error} Nobody answered for {wait_s:g} s. Start it with python -m cadenza.membership."
                     raise StoreLostError(told) from None
             time.sleep(_AGAIN_S)
 
-    def line(self) -> Line:
-        """Return a new line to the store; a thread that waits on it keeps no other one waiting."""
-        return Line(self._address, prefix=f"cadenza/{self.job}")
+    def connection(self) -> StoreConnection:
+        """Return a new connection to the store; a thread that waits on it keeps no other one waiting."""
+        return StoreConnection(self._address, prefix=f"cadenza/{self.job}")
 
     def close(self) -> None:
         """Sign off: the others do not wait for this worker any more."""
-        self.roll.close()
+        self.heartbeat.close()
 
 
 def join(

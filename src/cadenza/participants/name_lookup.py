@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-__all__ = ["ask_briefly", "ask_nobody"]
+__all__ = ["limit_name_lookups", "use_hosts_file_only"]
 
 
 class _Resolver(ctypes.Structure):
@@ -26,14 +26,14 @@ class _Resolver(ctypes.Structure):
     ]
 
 
-def ask_nobody() -> None:
+def use_hosts_file_only() -> None:
     """Let this process find names in its hosts file only; for a process that serves a store and does nothing else."""
     configure = _glibc("__nss_configure_lookup")
     if configure is not None:
         configure(b"hosts", b"files")
 
 
-def ask_briefly() -> None:
+def limit_name_lookups() -> None:
     """Let this thread ask one name server once, and wait for a second.
 
     When that fails, torch itself looks up no further name in this process.

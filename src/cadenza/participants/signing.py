@@ -1,11 +1,11 @@
-"""A shared secret: what bears the seal was written by a worker of this job, for this place, and was not changed.
+"""A shared secret: what bears its signature was written by a worker of this job, for this place, and was not changed.
 
-Without a secret the seal is only the job's name, which keeps jobs apart that share a store by mistake.
+Without a secret it signs with the the job's name, which keeps jobs apart that share a store by mistake.
 
->>> seal = Seal("job 7", secret="our word")
->>> seal.open(seal.close("hello", "round 1"), "round 1")
+>>> signer = Signer("job 7", secret="our word")
+>>> signer.verified_text(signer.sign_text("hello", "round 1"), "round 1")
 'hello'
->>> Seal("job 7", secret="another").open(seal.close("hello", "round 1"), "round 1") is None
+>>> Signer("job 7", secret="another").verified_text(signer.sign_text("hello", "round 1"), "round 1") is None
 True
 """
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-__all__ = ["Seal"]
+__all__ = ["Signer"]
 
 MAC_BYTES = 16
 
 
-class Seal:
+class Signer:
     """Signs texts and bytes with the job's secret; a signature belongs to a place, and is worth nothing elsewhere."""
 
     def __init__(self, job: str, *, secret: str | None) -> None:
@@ -32,11 +32,11 @@ class Seal:
         told = f"{len(self._job)} {self._job} {len(place)} {place} ".encode() + data
         return hmac.new(self._key, told, hashlib.sha256).digest()[:MAC_BYTES]
 
-    def close(self, text: str, place: str) -> str:
+    def sign_text(self, text: str, place: str) -> str:
         """Return a text with its signature."""
         return f"{self.sign(text.encode(), place).hex()} {text}"
 
-    def open(self, sealed: str, place: str) -> str | None:
+    def verified_text(self, signed: str, place: str) -> str | None:
         """Return the text without its signature, or None if that is not right."""
-        signature, _, text = sealed.partition(" ")
+        signature, _, text = signed.partition(" ")
         return text if hmac.compare_digest(signature, self.sign(text.encode(), place).hex()) else None

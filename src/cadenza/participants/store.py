@@ -21,13 +21,13 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
-from cadenza.participants.name_lookup import ask_briefly
+from cadenza.participants.name_lookup import limit_name_lookups
 
-__all__ = ["Line", "append", "local_end", "parse_address", "serve", "wait_for"]
+__all__ = ["StoreConnection", "append", "local_end", "parse_address", "serve", "wait_for"]
 
 T = TypeVar("T")
 
-_CONNECT_S = 3.0  # more than `ask_briefly` allows a name server
+_CONNECT_S = 3.0  # more than `limit_name_lookups` allows a name server
 _CALL_S = 5.0
 
 
@@ -43,12 +43,12 @@ def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
-class Line:
+class StoreConnection:
     """A connection to the store, made when it is needed and made anew when it was lost.
 
     >>> store = serve(host="127.0.0.1")
-    >>> line = Line(f"127.0.0.1:{store.port}", prefix="example")
-    >>> line.call(lambda store: store.add("count", 2))
+    >>> line = StoreConnection(f"127.0.0.1:{store.port}", prefix="example")
+    >>> connection.call(lambda store: store.add("count", 2))
     2
     """
 
@@ -117,7 +117,7 @@ def _attend(
     host: str, port: int, prefix: str, work: queue.SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]]
 ) -> None:
     """Make calls on one connection until it fails."""
-    ask_briefly()
+    limit_name_lookups()
     store: dist.Store | None = None
     while True:
         function, future = work.get()

@@ -15,7 +15,7 @@ import torch
 
 from cadenza.checkpoint.selection import select_any_part
 from cadenza.participants.membership import Membership, join
-from cadenza.participants.store import Line
+from cadenza.participants.store import StoreConnection
 from cadenza.training.config import Config
 from cadenza.training.crew import Decision, describe_error
 from cadenza.training.exit_records import LastRecord, last_record
@@ -48,15 +48,15 @@ class ElasticCrew:
         self.membership: Membership | None = membership
         self.uses_cuda = config.launch.backend != "gloo" and torch.cuda.is_available()
         self.leaves_on_sigterm = config.launch.nnodes != "1"
-        self.connection = membership.line()
+        self.connection = membership.connection()
         self._membership = membership
         self._grace_s = config.faults.grace_s
 
-    def connect(self) -> Line:
-        return self._membership.line()
+    def connect(self) -> StoreConnection:
+        return self._membership.connection()
 
     def silent(self) -> set[int]:
-        return self._membership.roll.silent()
+        return self._membership.heartbeat.silent()
 
     def last_record(self, run: Run) -> LastRecord:
         """Return where this worker's earlier process stood; the others have gone on counting the seconds."""

@@ -35,34 +35,34 @@ def two(port: int, lease_s: float) -> tuple[Membership, Membership]:
     """Two workers of one job that watch each other."""
     first, second = (join(f"127.0.0.1:{port}", worker=i, workers=2, lease_s=lease_s) for i in range(2))
     if lease_s == LONG_S:  # nobody beats by itself soon enough
-        first.roll._tick()
-    until(lambda: (1, second.roll.incarnation) in first.roll._life.watched)
+        first.heartbeat._tick()
+    until(lambda: (1, second.heartbeat.incarnation) in first.heartbeat._life.watched)
     return first, second
 
 
 def test_a_line_that_ends_is_a_death_before_any_lease_has_run_out(store: int) -> None:
     first, second = two(store, LONG_S)
-    second.roll._life.close()  # as the kernel does when a process dies
-    until(lambda: first.roll.silent() == {1})
-    assert first.roll.gone() == set(), "it may come back: a majority is still counted with it"
+    second.heartbeat._life.close()  # as the kernel does when a process dies
+    until(lambda: first.heartbeat.silent() == {1})
+    assert first.heartbeat.gone() == set(), "it may come back: a majority is still counted with it"
     first.close()
     second.close()
 
 
 def test_a_worker_that_only_lost_its_line_is_heard_again_and_connected_again(store: int) -> None:
     first, second = two(store, 0.5)
-    first.roll._line_ended(1, second.roll.incarnation)
-    assert first.roll.silent() == {1}
-    until(lambda: first.roll.silent() == set())
-    until(lambda: (1, second.roll.incarnation) in first.roll._life.watched)
+    first.heartbeat._line_ended(1, second.heartbeat.incarnation)
+    assert first.heartbeat.silent() == {1}
+    until(lambda: first.heartbeat.silent() == set())
+    until(lambda: (1, second.heartbeat.incarnation) in first.heartbeat._life.watched)
     first.close()
     second.close()
 
 
 def test_what_is_heard_of_an_earlier_process_says_nothing_of_the_present_one(store: int) -> None:
     first, second = two(store, 0.5)
-    first.roll._line_ended(1, "an earlier one")
-    assert first.roll.silent() == set()
+    first.heartbeat._line_ended(1, "an earlier one")
+    assert first.heartbeat.silent() == set()
     first.close()
     second.close()
 
@@ -71,11 +71,11 @@ def test_without_life_lines_there_is_the_lease(store: int, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise OSError("no port is left")
 
-    monkeypatch.setattr("cadenza.participants.heartbeat.LifeLines", refuse)
+    monkeypatch.setattr("cadenza.participants.heartbeat.LivenessSockets", refuse)
     first, second = (join(f"127.0.0.1:{store}", worker=i, workers=2, lease_s=0.3) for i in range(2))
-    until(lambda: first.roll.known() == {0, 1})
-    second.roll._ended.set()  # it beats no more
-    until(lambda: first.roll.silent() == {1})
+    until(lambda: first.heartbeat.known() == {0, 1})
+    second.heartbeat._ended.set()  # it beats no more
+    until(lambda: first.heartbeat.silent() == {1})
     first.close()
     second.close()
 
@@ -105,7 +105,7 @@ def test_letting_a_group_go_does_not_search_all_memory(store: int) -> None:
     """A full collection takes tenths of a second beside torch, in each worker, at every change of membership."""
     membership = join(f"127.0.0.1:{store}", worker=0, workers=1)
     generation = generations.assemble(
-        membership.line(), membership.seal, place="here", members=[0], worker=0, timeout_s=10, missing=set
+        membership.connection(), membership.signer, place="here", members=[0], worker=0, timeout_s=10, missing=set
     )
     searched: list[int] = []
 

@@ -21,7 +21,7 @@ class Resolver(ctypes.Structure):
     _fields_ = [*names._Resolver._fields_, ("addresses", ctypes.c_char * 48)]
 
 how, port = sys.argv[1:]
-names.ask_briefly()
+names.limit_name_lookups()
 state = names._glibc("__res_state")
 state.restype = ctypes.POINTER(Resolver)
 resolver = state().contents
@@ -31,7 +31,7 @@ resolver.servers = 1
 if how == "twice":
     resolver.attempts = 2
 if how == "nobody":
-    names.ask_nobody()
+    names.use_hosts_file_only()
 ctypes.CDLL(None).gethostbyaddr(bytes([192, 0, 2, 7]), 4, socket.AF_INET)
 """
 

@@ -1,4 +1,4 @@
-"""Who holds a round: what is proposed from a guest book, without any store."""
+"""Who holds a round: what is proposed from a arrival book, without any store."""
 
 from __future__ import annotations
 
@@ -11,96 +11,96 @@ import cadenza
 from cadenza.participants.assembly import obeyed
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
-from cadenza.participants.signing import Seal
+from cadenza.participants.signing import Signer
 
 ALL = (0, 1, 2)
 
 
-def guest(worker: int, *, rounds: int = 4, chain: str = "c", terms: str = "t", **more: Any) -> Arrival:
+def arrival(worker: int, *, rounds: int = 4, chain: str = "c", terms: str = "t", **more: Any) -> Arrival:
     return Arrival(worker, f"i{worker}", rounds, chain, terms, **{"last": ALL, **more})
 
 
 def new(worker: int, **more: Any) -> Arrival:
-    return guest(worker, rounds=0, chain="", last=(), **more)
+    return arrival(worker, rounds=0, chain="", last=(), **more)
 
 
-def proposed(*guests: Arrival, policy: Any = None, late: bool = False, **roll: Any) -> Roster | None:
-    known = {"known": set(ALL), "silent": set(), "gone": set(), "workers": 3, **roll}
-    book = {guest.worker: guest for guest in guests}
+def proposed(*arrivals: Arrival, policy: Any = None, late: bool = False, **heartbeat: Any) -> Roster | None:
+    known = {"known": set(ALL), "silent": set(), "gone": set(), "workers": 3, **heartbeat}
+    book = {arrival.worker: arrival for arrival in arrivals}
     return propose(book, policy or cadenza.shrink(), time_is_up=late, **known)
 
 
 def test_all_that_are_expected_hold_the_round_at_once() -> None:
-    roster = proposed(*map(guest, ALL))
+    roster = proposed(*map(arrival, ALL))
     assert roster is not None
     assert (roster.members, roster.leader, roster.behind, roster.absent) == (ALL, 0, (), ())
 
 
 def test_a_process_that_took_the_place_of_a_dead_one_is_not_the_one_on_the_roster() -> None:
-    roster = proposed(*map(guest, ALL))
+    roster = proposed(*map(arrival, ALL))
     assert roster is not None
-    assert obeyed(roster, guest(2)) is roster
+    assert obeyed(roster, arrival(2)) is roster
     with pytest.raises(RoundNotHeldError, match="an earlier process in this worker's place") as caught:
         obeyed(roster, replace(new(2), incarnation="another"))
     assert caught.value.behind, "it has nothing of what the others hold: it must catch up first"
 
 
 def test_a_worker_that_is_alive_is_waited_for_until_the_time_is_up() -> None:
-    assert proposed(guest(0), guest(1)) is None
-    roster = proposed(guest(0), guest(1), late=True)
+    assert proposed(arrival(0), arrival(1)) is None
+    roster = proposed(arrival(0), arrival(1), late=True)
     assert roster is not None
     assert (roster.members, roster.absent) == ((0, 1), (2,))
 
 
 def test_a_silent_worker_is_not_waited_for() -> None:
-    roster = proposed(guest(0), guest(1), silent={2})
+    roster = proposed(arrival(0), arrival(1), silent={2})
     assert roster is not None
     assert (roster.members, roster.absent) == ((0, 1), (2,))
 
 
 def test_a_minority_holds_no_round_and_does_not_wait_for_the_dead() -> None:
     with pytest.raises(RoundNotHeldError, match="only worker 0 came, of workers 0, 1, 2"):
-        proposed(guest(0), silent={1, 2})
+        proposed(arrival(0), silent={1, 2})
 
 
 def test_a_smaller_quorum_lets_one_go_on() -> None:
-    roster = proposed(guest(0), silent={1, 2}, policy=cadenza.shrink(quorum=0.0))
+    roster = proposed(arrival(0), silent={1, 2}, policy=cadenza.shrink(quorum=0.0))
     assert roster is not None
     assert roster.members == (0,)
 
 
 def test_fewer_than_the_least_number_of_workers_skip_the_round() -> None:
-    roster = proposed(guest(0), guest(1), silent={2}, policy=cadenza.shrink(min_workers=3))
+    roster = proposed(arrival(0), arrival(1), silent={2}, policy=cadenza.shrink(min_workers=3))
     assert roster is not None
     assert (roster.members, roster.absent) == ((), (2,))
 
 
 def test_under_skip_round_a_majority_decides_to_skip() -> None:
-    roster = proposed(guest(0), guest(1), silent={2}, policy=cadenza.skip_round())
+    roster = proposed(arrival(0), arrival(1), silent={2}, policy=cadenza.skip_round())
     assert roster is not None
     assert (roster.members, roster.absent) == ((), (2,))
 
 
 def test_who_has_signed_off_is_neither_expected_nor_counted() -> None:
-    roster = proposed(guest(0), silent={1, 2}, gone={1, 2})
+    roster = proposed(arrival(0), silent={1, 2}, gone={1, 2})
     assert roster is not None
     assert roster.members == (0,)
 
 
 def test_a_worker_that_joins_is_behind_and_never_leads() -> None:
-    roster = proposed(guest(1), guest(2), new(0), known={0, 1, 2})
+    roster = proposed(arrival(1), arrival(2), new(0), known={0, 1, 2})
     assert roster is not None
     assert (roster.leader, roster.behind) == (1, (0,))
 
 
 def test_who_missed_a_round_takes_the_state_of_those_who_did_not() -> None:
-    roster = proposed(guest(0, rounds=3, chain="b"), guest(1), guest(2))
+    roster = proposed(arrival(0, rounds=3, chain="b"), arrival(1), arrival(2))
     assert roster is not None
     assert (roster.leader, roster.behind) == (1, (0,))
 
 
 def test_of_two_histories_of_one_length_the_commoner_is_taken() -> None:
-    roster = proposed(guest(0, chain="x"), guest(1), guest(2))
+    roster = proposed(arrival(0, chain="x"), arrival(1), arrival(2))
     assert roster is not None
     assert (roster.leader, roster.behind) == (1, (0,))
 
@@ -113,18 +113,18 @@ def test_at_the_very_start_all_are_waited_for_and_the_first_leads() -> None:
 
 
 def test_a_worker_with_other_terms_is_turned_away_whatever_its_number() -> None:
-    roster = proposed(guest(1), guest(2), new(0, terms="another"))
+    roster = proposed(arrival(1), arrival(2), new(0, terms="another"))
     assert roster is not None
     assert roster.members == (1, 2)
     assert set(roster.turned_away or ()) == {0}
 
 
 def test_a_group_is_kept_only_if_it_works_for_all_and_is_of_the_same_members() -> None:
-    working = [guest(worker, generation="g") for worker in ALL]
+    working = [arrival(worker, generation="g") for worker in ALL]
     roster = proposed(*working)
     assert roster is not None
     assert roster.keep
-    broken = proposed(*working[:2], guest(2))
+    broken = proposed(*working[:2], arrival(2))
     assert broken is not None
     assert not broken.keep
     smaller = proposed(*working[:2], silent={2})
@@ -141,13 +141,13 @@ def test_meetings_are_held_in_the_order_of_steps_phases_and_fragments() -> None:
     assert RoundId(5) < RoundId(5, fragment=1) < RoundId(5, phase=1) < RoundId(10)
 
 
-def test_a_seal_is_worth_nothing_elsewhere() -> None:
-    seal = Seal("job", secret="word")
-    sealed = seal.close("text", "here")
-    assert seal.open(sealed, "here") == "text"
-    assert seal.open(sealed, "there") is None
-    assert Seal("another", secret="word").open(sealed, "here") is None
-    assert seal.open(sealed.replace("text", "test"), "here") is None
+def test_a_signature_is_worth_nothing_elsewhere() -> None:
+    signer = Signer("job", secret="word")
+    signed = signer.sign_text("text", "here")
+    assert signer.verified_text(signed, "here") == "text"
+    assert signer.verified_text(signed, "there") is None
+    assert Signer("another", secret="word").verified_text(signed, "here") is None
+    assert signer.verified_text(signed.replace("text", "test"), "here") is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ def two() -> Iterator[list[Membership]]:
 
 def stopper_of(member: Membership, **options: bool) -> Stopper:
     agreement = StopAgreement(
-        member.line(), member.line(), expected=lambda: {0, 1} - member.roll.silent(), all_must_answer=False
+        member.connection(),
+        member.connection(),
+        expected=lambda: {0, 1} - member.heartbeat.silent(),
+        all_must_answer=False,
     )
     return Stopper(agreement, worker=member.worker, **options)
 
