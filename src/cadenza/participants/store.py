@@ -1,6 +1,6 @@
 """Where workers meet: torch's TCPStore, in a process that outlives every worker, and lines to it that never hang.
 
-A client of a TCPStore whose link is cut waits for as long as TCP does. So every call is made on a thread of the line,
+A client of a TCPStore whose link is cut waits for as long as TCP does. So every call is made on a thread of the connection,
 and given up after a while together with the thread; the next call opens a new connection.
 
 From the shell: ``python -m cadenza.membership --port 29400``.
@@ -47,7 +47,7 @@ class StoreConnection:
     """A connection to the store, made when it is needed and made anew when it was lost.
 
     >>> store = serve(host="127.0.0.1")
-    >>> line = StoreConnection(f"127.0.0.1:{store.port}", prefix="example")
+    >>> connection = StoreConnection(f"127.0.0.1:{store.port}", prefix="example")
     >>> connection.call(lambda store: store.add("count", 2))
     2
     """
@@ -106,7 +106,7 @@ class StoreConnection:
 
 
 class _EndError(Exception):
-    """Ends a line's thread."""
+    """Ends a connection's thread."""
 
 
 def _end(_: dist.Store) -> None:
