@@ -14,6 +14,7 @@ from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
     diloco,
     eager_diloco,
+    edit,
     hierarchical,
     local_sgd,
     post_local_sgd,
@@ -44,6 +45,7 @@ __all__ = [
     "codecs",
     "diloco",
     "eager_diloco",
+    "edit",
     "every",
     "hierarchical",
     "join",

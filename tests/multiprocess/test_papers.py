@@ -6,12 +6,14 @@ import pytest
 
 import cadenza
 from cadenza import Strategy
+from cadenza.weighting import edit_norms
 from support.compare import same_bits
 from support.ranks import RankPool
 from support.training import train
 
 PAPERS: dict[str, Strategy] = {
     "eager_diloco": cadenza.eager_diloco(4),
+    "edit": cadenza.edit(4, weight=edit_norms(observe=2)),
     "snoo": cadenza.snoo(4),
 }
 

@@ -14,6 +14,7 @@ from cadenza.fragments import by_layers, whole
 from cadenza.outer import eager, mean, nesterov, sgd, slowmo
 from cadenza.schedules import every
 from cadenza.strategy import StrategyOptions
+from cadenza.weighting import edit_norms
 
 
 def level(strategy: Strategy) -> LevelPlan:
@@ -95,6 +96,14 @@ def test_snoo_is_that_of_2510_15830() -> None:
     assert not cadenza.snoo(average_gradients=False).average_gradients
 
 
+def test_edit_is_that_of_2412_07210() -> None:
+    strategy = cadenza.edit()
+    assert strategy.period == 128
+    assert strategy.fragments == cadenza.by_layers(1)
+    assert strategy.weight == edit_norms(threshold=3.0, smoothing=0.02, temperature=1.0)
+    assert level(strategy).outer == nesterov(lr=0.8, momentum=0.85, clip=10.0)
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
@@ -102,6 +111,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "snoo": {},
     "diloco": {},
     "eager_diloco": {},
+    "edit": {},
     "streaming_diloco": {},
     "sparse_loco": {},
 }

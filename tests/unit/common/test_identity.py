@@ -43,6 +43,7 @@ SAMPLES: list[Any] = [
     weighting.samples(),
     weighting.by_function(lambda: 1.0),
     weighting.outliers(),
+    weighting.edit_norms(),
     weighting.PlainContribution(),
     weighting.Weighed((0.5, 0.5)),
     codecs.fp32(),
