@@ -11,7 +11,7 @@ import pytest
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, presets
 from cadenza.fragments import by_layers, whole
-from cadenza.outer import eager, mean, nesterov, sgd, slowmo
+from cadenza.outer import eager, mean, nesterov, noloco, sgd, slowmo
 from cadenza.schedules import every
 from cadenza.strategy import StrategyOptions
 from cadenza.weighting import edit_norms
@@ -104,9 +104,17 @@ def test_edit_is_that_of_2412_07210() -> None:
     assert level(strategy).outer == nesterov(lr=0.8, momentum=0.85, clip=10.0)
 
 
+def test_noloco_is_that_of_2506_10911() -> None:
+    plan = level(cadenza.noloco())
+    assert plan.schedule == every(50)
+    assert plan.groups == cadenza.topology.random_pairs(seed=0)
+    assert plan.outer == noloco(lr=0.7, momentum=0.5, pull=0.7)
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
+    "noloco": {},
     "slowmo": {},
     "snoo": {},
     "diloco": {},
