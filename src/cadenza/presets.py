@@ -10,15 +10,20 @@ from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
 from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
 from cadenza.outer import eager, nesterov, sgd
+from cadenza.outer import noloco as noloco_update
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every
 from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, as_schedule
+from cadenza.topology import random_pairs
+from cadenza.weighting import edit_norms
 
 __all__ = [
     "diloco",
     "eager_diloco",
+    "edit",
     "hierarchical",
     "local_sgd",
+    "noloco",
     "post_local_sgd",
     "slowmo",
     "snoo",
@@ -179,6 +184,51 @@ def eager_diloco(
     steps = as_steps("period", period)
     outer = eager(lr=outer_lr, momentum=outer_momentum)
     return Strategy(levels=(LevelPlan(every(steps), codec=codec or fp32(), outer=outer),), delay=steps, **options)
+
+
+def edit(
+    period: int | Schedule = 128,
+    *,
+    outer_lr: float = 0.8,
+    outer_momentum: float = 0.85,
+    clip: float | None = 10.0,
+    codec: Codec | None = None,
+    **options: Unpack[StrategyOptions],
+) -> Strategy:
+    """Weigh workers by how far they have moved, layer by layer, without anomalies (EDiT, arXiv 2412.07210).
+
+    It is DiLoCo with `weight=edit_norms()`, `fragments=by_layers(1)` and clipping, any of which can be replaced. Layers
+    take turns, so a period has at least as many steps as the model has layers.
+
+    >>> edit(period=64, weight=edit_norms(threshold=4.0)).weight.threshold
+    4.0
+    """
+    options.setdefault("weight", edit_norms())
+    options.setdefault("fragments", by_layers(1))
+    return diloco(period, outer_lr=outer_lr, outer_momentum=outer_momentum, clip=clip, codec=codec, **options)
+
+
+def noloco(
+    period: int | Schedule = 50,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    pull: float | None = None,
+    seed: int = 0,
+    codec: Codec | None = None,
+    **options: Unpack[StrategyOptions],
+) -> Strategy:
+    """Meet in random pairs and never all at once, each worker with an anchor of its own (arXiv 2506.10911).
+
+    `pull` says how much of the distance to the pair's mean anchor is made up for; `outer_lr` without one. `finish()`
+    gives all workers the mean of their parameters.
+
+    >>> noloco(period=100, seed=3).levels[0].groups
+    RandomPairs(seed=3)
+    """
+    outer = noloco_update(lr=outer_lr, momentum=outer_momentum, pull=pull)
+    plan = LevelPlan(as_schedule(period), groups=random_pairs(seed), codec=codec or fp32(), outer=outer)
+    return Strategy(levels=(plan,), **options)
 
 
 def streaming_diloco(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from cadenza.testing import check_round_topology
-from cadenza.topology import RoundTopology
+from cadenza.topology import RoundTopology, random_pairs
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,6 @@ class Shuffled:
         return tuple(tuple(sorted(order[i : i + self.size])) for i in range(0, len(order), self.size))
 
 
-@pytest.mark.parametrize("topology", [Shuffled(2), Shuffled(3)], ids=repr)
+@pytest.mark.parametrize("topology", [Shuffled(2), Shuffled(3), random_pairs(), random_pairs(seed=7)], ids=repr)
 def test_keeps_its_contract(topology: RoundTopology) -> None:
     check_round_topology(topology)

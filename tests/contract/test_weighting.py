@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from cadenza.testing import check_weighting
-from cadenza.weighting import Weighting, by_function, outliers, samples, uniform
+from cadenza.weighting import Weighting, by_function, edit_norms, outliers, samples, uniform
 
 WEIGHTINGS: list[Weighting] = [
     uniform(),
     samples(),
     by_function(lambda: 2.5),
+    edit_norms(),
     outliers(),
     outliers(samples(), explosion=2.0),
     outliers(explosion=None),

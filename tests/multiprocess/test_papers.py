@@ -6,17 +6,20 @@ import pytest
 
 import cadenza
 from cadenza import Strategy
+from cadenza.weighting import edit_norms
 from support.compare import same_bits
 from support.ranks import RankPool
 from support.training import train
 
 PAPERS: dict[str, Strategy] = {
     "eager_diloco": cadenza.eager_diloco(4),
+    "edit": cadenza.edit(4, weight=edit_norms(observe=2)),
+    "noloco": cadenza.noloco(4),
     "snoo": cadenza.snoo(4),
 }
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", PAPERS)
 def test_ranks_train_and_end_with_equal_parameters(ranks: RankPool, name: str, count: int) -> None:
     traces = ranks.run(count, train, PAPERS[name], 14)

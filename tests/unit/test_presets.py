@@ -11,9 +11,10 @@ import pytest
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, presets
 from cadenza.fragments import by_layers, whole
-from cadenza.outer import eager, mean, nesterov, sgd, slowmo
+from cadenza.outer import eager, mean, nesterov, noloco, sgd, slowmo
 from cadenza.schedules import every
 from cadenza.strategy import StrategyOptions
+from cadenza.weighting import edit_norms
 
 
 def level(strategy: Strategy) -> LevelPlan:
@@ -95,13 +96,30 @@ def test_snoo_is_that_of_2510_15830() -> None:
     assert not cadenza.snoo(average_gradients=False).average_gradients
 
 
+def test_edit_is_that_of_2412_07210() -> None:
+    strategy = cadenza.edit()
+    assert strategy.period == 128
+    assert strategy.fragments == cadenza.by_layers(1)
+    assert strategy.weight == edit_norms(threshold=3.0, smoothing=0.02, temperature=1.0)
+    assert level(strategy).outer == nesterov(lr=0.8, momentum=0.85, clip=10.0)
+
+
+def test_noloco_is_that_of_2506_10911() -> None:
+    plan = level(cadenza.noloco())
+    assert plan.schedule == every(50)
+    assert plan.groups == cadenza.topology.random_pairs(seed=0)
+    assert plan.outer == noloco(lr=0.7, momentum=0.5, pull=0.7)
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
+    "noloco": {},
     "slowmo": {},
     "snoo": {},
     "diloco": {},
     "eager_diloco": {},
+    "edit": {},
     "streaming_diloco": {},
     "sparse_loco": {},
 }

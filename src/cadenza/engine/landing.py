@@ -102,7 +102,7 @@ class Landing:
         state.balance.learn(result.headers, result.position)
         if number == len(self._strategy.levels) - 1:
             state.counts.all_exhausted = all(header.exhausted for header in result.headers)
-            if not pending.alpha and not pending.late and not group.plan.outer.diverges:
+            if not pending.alpha and not pending.late and group.agrees:
                 state.counts.met_at[fragment] = state.clock
 
     def _move_inner_anchors(self, pending: PendingRound, landed: Layout | Sequence[torch.Tensor]) -> None:

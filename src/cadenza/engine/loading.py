@@ -162,7 +162,7 @@ def prepare(replica: Replica, state: Mapping[str, torch.Tensor | str], *, worker
         kept.append(own and mine.meta["groups"][number] == place.positions(group))
         if any(key.startswith(f"{number}/") for key in shared.meta["levels"]):
             common.append(shared)
-        elif kept[number] or not group.plan.anchored or group.plan.outer.diverges:
+        elif kept[number] or not group.plan.anchored or not group.agrees:
             common.append(mine)
         else:  # all members of a group must hold the same, so all of them ask the first
             asked = place.workers.index(group.transport.members[0])

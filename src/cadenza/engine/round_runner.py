@@ -102,14 +102,14 @@ class RoundRunner:
         return all(self._state.counts.met_at.get(fragment) == self._state.clock for fragment in fragments)
 
     def _run_last_of(self, fragment: int) -> None:
-        """Hold the last round of a fragment: the plain mean of all where anchors differ, otherwise one like any."""
+        """Hold the last round of a fragment: the plain mean of all where anchors or pairs differ; else one like any."""
         number, outermost = len(self._strategy.levels) - 1, self._participants.levels[-1]
-        if not outermost.plan.outer.diverges:
+        if outermost.agrees:
             self.run(number, fragment, delay=0, alpha=0.0)
             return
         plan = replace(outermost.plan, groups="all", codec=fp32(), outer=mean(), keep_anchor=False)
         everybody = LevelGroup(plan, outermost.name, outermost.transport)
-        self._average_now(number, fragment, everybody, self._replica.layout(fragment))
+        self._average_now(number, fragment, everybody, self._replica.layout(fragment), Scales())
 
     def close(self) -> None:
         """Let go of the thread and of rounds in flight."""
@@ -131,7 +131,7 @@ class RoundRunner:
         if group.alone and not plan.anchored and number < len(self._strategy.levels) - 1:
             return 0.0  # nobody to meet, and nothing to remember
         if not delay and not plan.anchored and group.stage is None:
-            return self._average_now(number, fragment, group, layout)
+            return self._average_now(number, fragment, group, layout, self._scales(number, fragment))
         pending = self._launch(number, fragment, group, layout, delay=delay, alpha=alpha)
         pending.stall_s = time.perf_counter() - started
         if delay:
@@ -167,6 +167,8 @@ class RoundRunner:
     ) -> PendingRound:
         state, plan = self._replica.level_state(number, fragment), group.plan
         state.fit(layout, group)
+        if plan.regroups:
+            state.refit(group.transport)
         restarts = bool(delay) and self._strategy.restarts(number)
         if restarts and plan.outer.needs_own and not state.rounds:
             self._landing.take_first_step(number, fragment, layout, len(group.transport.members))
@@ -202,7 +204,9 @@ class RoundRunner:
             pending.outcome.set_result(resolver.resolve())
         return pending
 
-    def _average_now(self, number: int, fragment: int, group: LevelGroup, layout: Layout) -> float | None:
+    def _average_now(
+        self, number: int, fragment: int, group: LevelGroup, layout: Layout, scales: Scales
+    ) -> float | None:
         """Average the fragment in place, bucket by bucket: no copies, so only the lanes are extra memory."""
         started = time.perf_counter()
         self._state.wait_for_pending()
@@ -213,7 +217,7 @@ class RoundRunner:
         if group.alone and problem is not None:
             raise NotFiniteError(problem)
         header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
-        spread, scales = self._strategy.measures_drift, self._scales(number, fragment)
+        spread = self._strategy.measures_drift
         with torch.no_grad():
             result = average_in_place(tensors, group.transport, header, problem=problem, scales=scales, spread=spread)
         id = RoundId(self._state.clock, self._state.phase, fragment)

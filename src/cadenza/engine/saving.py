@@ -77,7 +77,7 @@ class _Entry:
 def _is_common(replica: Replica, number: int, place: Place) -> bool:
     """Say whether all workers hold the same at a level."""
     group = replica.participants.levels[number]
-    return tuple(group.transport.members) == place.workers and not group.plan.outer.diverges
+    return tuple(group.transport.members) == place.workers and group.agrees
 
 
 def _shared_facts(replica: Replica, place: Place) -> dict[str, Any]:

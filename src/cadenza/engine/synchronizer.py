@@ -155,6 +155,11 @@ class Synchronizer:
         every worker has gradients to average: whoever calls this then makes all ranks raise.
         """
         self._check_open()
+        if any(level.regroups for level in self.strategy.levels):
+            raise CadenzaError(
+                "A worker whose groups change from round to round cannot drain(): it never learns whether all others "
+                "have run out of data too. Give all workers the same number of steps, and call finish()."
+            )
         if not self._warm_up.over or self.strategy.average_gradients:
             self._warm_up.refuse_to_drain()
         self._state.counts.exhausted = True
@@ -166,7 +171,7 @@ class Synchronizer:
         """Land what is in flight, run one last global round, and close: all ranks end with equal parameters.
 
         The last round is one like the others, outer step and momentum included, also if its period was cut short. There
-        is none where all have just met.
+        is none where all have just met. Where workers have anchors of their own, it is a plain mean of the parameters.
         """
         self._check_open()
         if self.strategy.balanced:

@@ -24,6 +24,7 @@ from cadenza.outer.base import Outer, State
 from cadenza.outer.eager import Eager, eager
 from cadenza.outer.factors import Factor
 from cadenza.outer.mean import Mean, mean
+from cadenza.outer.noloco import NoLoCo, noloco
 from cadenza.outer.sgd import Sgd, nesterov, sgd
 from cadenza.outer.slowmo import SlowMo, slowmo
 from cadenza.outer.torch_optimizer import TorchOptimizer, optimizer
@@ -32,6 +33,7 @@ __all__ = [
     "Eager",
     "Factor",
     "Mean",
+    "NoLoCo",
     "Outer",
     "Sgd",
     "SlowMo",
@@ -40,6 +42,7 @@ __all__ = [
     "eager",
     "mean",
     "nesterov",
+    "noloco",
     "optimizer",
     "sgd",
     "slowmo",

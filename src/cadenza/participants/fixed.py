@@ -40,7 +40,7 @@ class FixedParticipants:
     def __init__(self, strategy: Strategy, group: Group, topology: Topology | None = None) -> None:
         self.levels: Sequence[LevelGroup] = _build_levels(strategy, group, topology)
         self._group = group
-        self._changing: dict[tuple[int, Level], LevelGroup] = {}
+        self._changing: dict[tuple[int, ...], LevelGroup] = {}
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -52,11 +52,10 @@ class FixedParticipants:
             return known
         groups = cast(RoundTopology, known.plan.groups)
         partition = _checked(groups.groups(round, self._group.ranks), self._group.ranks, round)
-        key = level, partition
-        if key not in self._changing:  # a partition has every rank, so all make their groups in one order
-            transport = self._group.connect(partition.group_of(self._group.rank))
-            self._changing[key] = LevelGroup(known.plan, known.name, transport)
-        return self._changing[key]
+        mine = partition.group_of(self._group.rank)
+        if mine not in self._changing:  # its members have met in the same rounds, so it is new to all of them
+            self._changing[mine] = LevelGroup(known.plan, known.name, self._group.connect(mine))
+        return self._changing[mine]
 
     def start(self, state: SharedState) -> None:
         state.take_from_first(self.levels[-1].transport)

@@ -64,6 +64,11 @@ class LevelGroup:
         """This worker's number."""
         return self.transport.members[self.transport.position]
 
+    @property
+    def agrees(self) -> bool:
+        """Whether a round leaves all workers of the level with one anchor; not so in pairs, or where anchors differ."""
+        return not self.plan.regroups and not self.plan.outer.diverges
+
     def abandon(self) -> None:
         """Let go of the level's connections."""
         self.transport.abandon()

@@ -13,7 +13,7 @@ from cadenza.fragments import Fragmentation, Whole
 from cadenza.schedules import Schedule, StateSchedule, gap_after, staggered_levels
 from cadenza.strategy.level_plan import LevelPlan
 from cadenza.strategy.options import OptimizerState, Weight
-from cadenza.weighting import Weighting, by_function, outliers, samples, uniform
+from cadenza.weighting import Weighting, by_function, needs_anchor, outliers, samples, uniform
 
 __all__ = ["Strategy"]
 
@@ -68,7 +68,7 @@ class Strategy:
         check_piece(self.faults, FaultPolicy, what="faults", such_as="cadenza.shrink()")
         check_piece(self.fragments, Fragmentation, what="fragments", such_as="cadenza.by_layers(3)")
         # Unequal numbers of steps can only be made up for in differences; who comes back needs an anchor to come to.
-        if self.balanced or self.faults.tolerant:
+        if self.balanced or self.faults.tolerant or needs_anchor(self.weight):
             levels = tuple(replace(level, keep_anchor=True) for level in levels)
         object.__setattr__(self, "levels", levels)
         for name in ("warmup_steps", "delay"):

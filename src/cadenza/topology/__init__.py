@@ -11,6 +11,16 @@ to ask every rank where it runs.
 from cadenza.topology.base import RoundTopology
 from cadenza.topology.hosts import host_name, hosts_of
 from cadenza.topology.level import Level
+from cadenza.topology.pairs import RandomPairs, random_pairs
 from cadenza.topology.topology import Topology, check_nesting
 
-__all__ = ["Level", "RoundTopology", "Topology", "check_nesting", "host_name", "hosts_of"]
+__all__ = [
+    "Level",
+    "RandomPairs",
+    "RoundTopology",
+    "Topology",
+    "check_nesting",
+    "host_name",
+    "hosts_of",
+    "random_pairs",
+]

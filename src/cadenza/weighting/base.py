@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Contribution", "PlainContribution", "State", "Weighed", "Weighting"]
+__all__ = ["Contribution", "PlainContribution", "State", "Weighed", "Weighting", "needs_anchor"]
 
 State: TypeAlias = dict[str, float | list[float]]
 
@@ -85,6 +85,8 @@ class Weighed:
 class Weighting(Protocol):
     """What a weighting gives. It depends on nothing but its arguments, so that all members weigh alike.
 
+    One that judges differences, not values, says so by `needs_anchor = True`; then all levels keep an anchor.
+
     >>> from cadenza.weighting import samples
     >>> def next_shares(weighting: Weighting, used: Sequence[float]) -> tuple[float, ...]:
     ...     members = [PlainContribution(weight=weighting.own(count)) for count in used]
@@ -105,3 +107,13 @@ class Weighting(Protocol):
 
     def weigh(self, contributions: Sequence[Contribution], state: State) -> Weighed:
         """Return each member's share; the same headers and state give the same on all members."""
+
+
+def needs_anchor(weighting: object) -> bool:
+    """Say whether a weighting judges differences from an anchor, so that levels must keep one.
+
+    >>> from cadenza.weighting import edit_norms, samples
+    >>> needs_anchor(samples()), needs_anchor(edit_norms())
+    (False, True)
+    """
+    return bool(getattr(weighting, "needs_anchor", False))

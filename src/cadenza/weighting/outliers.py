@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from cadenza.weighting.base import Contribution, PlainContribution, State, Weighed, Weighting
+from cadenza.weighting.base import Contribution, PlainContribution, State, Weighed, Weighting, needs_anchor
 from cadenza.weighting.uniform import uniform
 
 __all__ = ["Outliers", "outliers"]
@@ -40,6 +40,10 @@ class Outliers:
     @property
     def needs_samples(self) -> bool:
         return self.of.needs_samples
+
+    @property
+    def needs_anchor(self) -> bool:
+        return needs_anchor(self.of)
 
     def start(self) -> State:
         return self.of.start()
