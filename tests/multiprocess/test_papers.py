@@ -12,6 +12,7 @@ from support.training import train
 
 PAPERS: dict[str, Strategy] = {
     "eager_diloco": cadenza.eager_diloco(4),
+    "muloco": cadenza.muloco(4),
     "snoo": cadenza.snoo(4),
 }
 
