@@ -15,6 +15,7 @@ PAPERS: dict[str, Strategy] = {
     "eager_diloco": cadenza.eager_diloco(4),
     "edit": cadenza.edit(4, weight=edit_norms(observe=2)),
     "noloco": cadenza.noloco(4),
+    "muloco": cadenza.muloco(4),
     "snoo": cadenza.snoo(4),
 }
 
