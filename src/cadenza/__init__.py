@@ -12,6 +12,7 @@ from cadenza.fragments import by_bytes, by_layers, whole
 from cadenza.outer import nesterov
 from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
+    demo,
     diloco,
     eager_diloco,
     hierarchical,
@@ -42,6 +43,7 @@ __all__ = [
     "by_layers",
     "changing",
     "codecs",
+    "demo",
     "diloco",
     "eager_diloco",
     "every",

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
-from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
+from cadenza.codecs import Codec, dct, e3m0, error_feedback, fp32, topk
 from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
-from cadenza.outer import eager, nesterov, sgd
+from cadenza.outer import eager, nesterov, sgd, sign
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every
 from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, as_schedule
 
 __all__ = [
+    "demo",
     "diloco",
     "eager_diloco",
     "hierarchical",
@@ -217,3 +218,27 @@ def sparse_loco(
     """
     codec = error_feedback(topk(density=density), decay=decay)
     return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)
+
+
+def demo(
+    period: int | Schedule = 1,
+    *,
+    lr: float = 4e-4,
+    k: int = 32,
+    chunk: int = 64,
+    decay: float = 0.999,
+    weight_decay: float = 0.0,
+    **options: Unpack[StrategyOptions],
+) -> Strategy:
+    """Keep the momentum on each worker, send its largest frequencies, step by their sign (arXiv 2411.19870).
+
+    The inner optimizer is ``torch.optim.SGD(parameters, lr=1.0)`` without momentum, on fp32 parameters: its step is
+    only how the gradient gets here. A scheduler of it goes from 0 to 1, and is one of both the step, `lr` times the
+    inner learning rate, and the gradient's share in the momentum. `period` is 1 in the paper.
+
+    >>> demo(lr=1e-3).levels[0].codec.name
+    'error_feedback(dct(32))'
+    """
+    codec = error_feedback(dct(k, chunk=chunk), decay=decay)
+    plan = LevelPlan(as_schedule(period), codec=codec, outer=sign(lr, weight_decay=weight_decay))
+    return Strategy(levels=(plan,), **options)

@@ -11,7 +11,7 @@ import pytest
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, presets
 from cadenza.fragments import by_layers, whole
-from cadenza.outer import eager, mean, nesterov, sgd, slowmo
+from cadenza.outer import eager, mean, nesterov, sgd, sign, slowmo
 from cadenza.schedules import every
 from cadenza.strategy import StrategyOptions
 
@@ -80,6 +80,13 @@ def test_sparse_loco_is_that_of_2508_15706() -> None:
     assert plan.outer == sgd(lr=1.0)
 
 
+def test_demo_is_that_of_2411_19870() -> None:
+    plan = level(cadenza.demo())
+    assert plan.schedule == every(1)
+    assert plan.codec == codecs.error_feedback(codecs.dct(32, chunk=64), decay=0.999)
+    assert plan.outer == sign(4e-4, weight_decay=0.0)
+
+
 def test_eager_diloco_is_that_of_2502_12996() -> None:
     strategy = cadenza.eager_diloco()
     assert level(strategy) == LevelPlan(every(30), outer=eager(lr=0.7, momentum=0.9))
@@ -96,6 +103,7 @@ def test_snoo_is_that_of_2510_15830() -> None:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {},
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
     "slowmo": {},

@@ -25,6 +25,7 @@ from cadenza.outer.eager import Eager, eager
 from cadenza.outer.factors import Factor
 from cadenza.outer.mean import Mean, mean
 from cadenza.outer.sgd import Sgd, nesterov, sgd
+from cadenza.outer.sign import Sign, sign
 from cadenza.outer.slowmo import SlowMo, slowmo
 from cadenza.outer.torch_optimizer import TorchOptimizer, optimizer
 
@@ -34,6 +35,7 @@ __all__ = [
     "Mean",
     "Outer",
     "Sgd",
+    "Sign",
     "SlowMo",
     "State",
     "TorchOptimizer",
@@ -42,5 +44,6 @@ __all__ = [
     "nesterov",
     "optimizer",
     "sgd",
+    "sign",
     "slowmo",
 ]
