@@ -13,6 +13,7 @@ from cadenza.outer import nesterov
 from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
     demo,
+    des_loc,
     diloco,
     eager_diloco,
     hierarchical,
@@ -44,6 +45,7 @@ __all__ = [
     "changing",
     "codecs",
     "demo",
+    "des_loc",
     "diloco",
     "eager_diloco",
     "every",

@@ -12,7 +12,7 @@ import cadenza
 from cadenza import Strategy
 from support.compare import same_bits
 from support.ranks import RankPool
-from support.training import momentum_sgd, train
+from support.training import adam, momentum_sgd, train
 
 
 def sgd_of_one(model: nn.Module) -> torch.optim.Optimizer:
@@ -21,10 +21,11 @@ def sgd_of_one(model: nn.Module) -> torch.optim.Optimizer:
 
 PAPERS: dict[str, Strategy] = {
     "demo": cadenza.demo(lr=0.01, k=2, chunk=4),
+    "des_loc": cadenza.des_loc(2, momentum_period=3, variance_period=4),
     "eager_diloco": cadenza.eager_diloco(4),
     "snoo": cadenza.snoo(4),
 }
-INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"demo": sgd_of_one}
+INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"demo": sgd_of_one, "des_loc": adam}
 
 
 @pytest.mark.parametrize("count", [2, 3])
