@@ -12,13 +12,15 @@ from cadenza.fragments import by_bytes, by_layers, whole
 from cadenza.outer import nesterov
 from cadenza.participants.membership import Membership, join
 from cadenza.presets import (
+    demo,
+    des_loc,
     diloco,
     eager_diloco,
     edit,
     hierarchical,
     local_sgd,
-    noloco,
     muloco,
+    noloco,
     post_local_sgd,
     slowmo,
     snoo,
@@ -45,6 +47,8 @@ __all__ = [
     "by_layers",
     "changing",
     "codecs",
+    "demo",
+    "des_loc",
     "diloco",
     "eager_diloco",
     "edit",

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Unpack
+from typing import TypedDict, Unpack
 
-from cadenza.codecs import Codec, e3m0, error_feedback, fp32, topk
+from cadenza.codecs import Codec, dct, e3m0, error_feedback, fp32, topk
 from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
-from cadenza.outer import eager, nesterov, sgd
+from cadenza.outer import Outer, eager, mean, nesterov, sgd, sign
 from cadenza.outer import noloco as noloco_update
 from cadenza.outer import slowmo as slowmo_update
-from cadenza.schedules import Schedule, every
-from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, as_schedule
+from cadenza.schedules import Schedule, every, moments
+from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, Weight, as_schedule
 from cadenza.topology import random_pairs
 from cadenza.weighting import edit_norms
 
 __all__ = [
+    "demo",
+    "des_loc",
     "diloco",
     "eager_diloco",
     "edit",
     "hierarchical",
     "local_sgd",
-    "noloco",
     "muloco",
+    "noloco",
     "post_local_sgd",
     "slowmo",
     "snoo",
@@ -62,6 +64,15 @@ class _SnooOptions(CommonOptions, total=False):
 
 class _StreamingOptions(CommonOptions, total=False):
     warmup_steps: int
+
+
+class _DesLocOptions(TypedDict, total=False):  # without those that optimizer state of its own periods rules out
+    fragments: Fragmentation
+    warmup_steps: int
+    buffers: bool
+    weight: Weight
+    offload: bool
+    measure_drift: bool
 
 
 def local_sgd(
@@ -288,3 +299,51 @@ def sparse_loco(
     """
     codec = error_feedback(topk(density=density), decay=decay)
     return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)
+
+
+def demo(
+    period: int | Schedule = 1,
+    *,
+    lr: float = 4e-4,
+    k: int = 32,
+    chunk: int = 64,
+    decay: float = 0.999,
+    weight_decay: float = 0.0,
+    **options: Unpack[StrategyOptions],
+) -> Strategy:
+    """Keep the momentum on each worker, send its largest frequencies, step by their sign (arXiv 2411.19870).
+
+    The inner optimizer is ``torch.optim.SGD(parameters, lr=1.0)`` without momentum, on fp32 parameters: its step is
+    only how the gradient gets here. A scheduler of it goes from 0 to 1, and is one of both the step, `lr` times the
+    inner learning rate, and the gradient's share in the momentum. `period` is 1 in the paper.
+
+    >>> demo(lr=1e-3).levels[0].codec.name
+    'error_feedback(dct(32))'
+    """
+    codec = error_feedback(dct(k, chunk=chunk), decay=decay)
+    plan = LevelPlan(as_schedule(period), codec=codec, outer=sign(lr, weight_decay=weight_decay))
+    return Strategy(levels=(plan,), **options)
+
+
+def des_loc(
+    period: int | Schedule = 32,
+    *,
+    momentum_period: int | None = None,
+    variance_period: int | None = None,
+    codec: Codec | None = None,
+    outer: Outer | None = None,
+    **options: Unpack[_DesLocOptions],
+) -> Strategy:
+    """Average parameters often, Adam's first moment less often and its second one seldom (arXiv 2505.22549).
+
+    The paper's periods of the moments are 3 and 6 times that of the parameters, which are their defaults. For another
+    optimizer, name what it keeps: ``local_sgd(32, optimizer_state=cadenza.schedules.moments(momentum_buffer=96))``.
+
+    >>> des_loc(period=16).optimizer_state.due(96)
+    ('exp_avg', 'exp_avg_sq')
+    """
+    plan = LevelPlan(as_schedule(period), codec=codec or fp32(), outer=outer or mean())
+    first = 3 * plan.schedule.shortest_gap if momentum_period is None else as_steps("momentum_period", momentum_period)
+    second = 6 * plan.schedule.shortest_gap if variance_period is None else as_steps("variance_period", variance_period)
+    state = moments(exp_avg=first, exp_avg_sq=second)
+    return Strategy(levels=(plan,), optimizer_state=state, **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cadenza.common.identity import identity
-from cadenza.outer import Outer, eager, mean, nesterov, optimizer, sgd, slowmo
+from cadenza.outer import Outer, eager, mean, nesterov, optimizer, sgd, sign, slowmo
 from cadenza.testing import check_outer
 
 NUMEL = 1003  # no multiple of any vector's length
@@ -29,6 +29,7 @@ OUTERS: dict[str, Outer] = {
     "eager": eager(lr=0.5),
     "sgd": sgd(),
     "sgd, momentum": sgd(lr=0.5, momentum=0.9, schedule=falling),
+    "sign": sign(lr=0.5),
     "Adam": optimizer(torch.optim.Adam, lr=0.1),
     "AdamW": optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.0, amsgrad=True, schedule=falling),
     "SGD": optimizer(torch.optim.SGD, lr=0.7, momentum=0.9, dampening=0.1),

@@ -11,8 +11,8 @@ import pytest
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, presets
 from cadenza.fragments import by_layers, whole
-from cadenza.outer import eager, mean, nesterov, noloco, sgd, slowmo
-from cadenza.schedules import every
+from cadenza.outer import eager, mean, nesterov, noloco, sgd, sign, slowmo
+from cadenza.schedules import every, moments
 from cadenza.strategy import StrategyOptions
 from cadenza.weighting import edit_norms
 
@@ -81,6 +81,31 @@ def test_sparse_loco_is_that_of_2508_15706() -> None:
     assert plan.outer == sgd(lr=1.0)
 
 
+def test_demo_is_that_of_2411_19870() -> None:
+    plan = level(cadenza.demo())
+    assert plan.schedule == every(1)
+    assert plan.codec == codecs.error_feedback(codecs.dct(32, chunk=64), decay=0.999)
+    assert plan.outer == sign(4e-4, weight_decay=0.0)
+
+
+def test_des_loc_is_that_of_2505_22549() -> None:
+    strategy = cadenza.des_loc(16)
+    assert level(strategy) == LevelPlan(every(16), codec=codecs.fp32(), outer=mean())
+    assert strategy.optimizer_state == moments(exp_avg=48, exp_avg_sq=96)
+    own = cadenza.des_loc(16, momentum_period=20, variance_period=100, outer=nesterov(1.0))
+    assert own.optimizer_state == moments(exp_avg=20, exp_avg_sq=100)
+    assert level(own).outer == nesterov(1.0)
+    changing = cadenza.des_loc(cadenza.changing({1: 8, 100: 64}))
+    assert changing.optimizer_state == moments(exp_avg=24, exp_avg_sq=48)
+
+
+@pytest.mark.parametrize(("given", "error"), [(0, ValueError), (2.5, TypeError), ("8", TypeError), (True, TypeError)])
+def test_periods_of_moments_that_are_none_are_refused(given: Any, error: type[Exception]) -> None:
+    for name in ("momentum_period", "variance_period"):
+        with pytest.raises(error, match=name):
+            cadenza.des_loc(16, **{name: given})
+
+
 def test_eager_diloco_is_that_of_2502_12996() -> None:
     strategy = cadenza.eager_diloco()
     assert level(strategy) == LevelPlan(every(30), outer=eager(lr=0.7, momentum=0.9))
@@ -116,6 +141,8 @@ def test_noloco_is_that_of_2506_10911() -> None:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "des_loc": {},
     "local_sgd": {},
     "post_local_sgd": {"warmup_steps": 3},
     "noloco": {},

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Codec", "ShapedCodec"]
+__all__ = ["Codec", "CombiningCodec", "ShapedCodec"]
 
 
 @runtime_checkable
@@ -83,6 +83,8 @@ class Codec(Protocol):
 class ShapedCodec(Codec, Protocol):
     """A sparse codec that must know the shapes of the tensors that lie in a flat run of values, one after the other.
 
+    A transform may spread a value over its block: only whole blocks of zeros need come back as zeros.
+
     >>> from cadenza.codecs import int8
     >>> isinstance(int8(), ShapedCodec), int8().shaped
     (False, False)
@@ -97,4 +99,18 @@ class ShapedCodec(Codec, Protocol):
 
         Returns how many values each message has, in order, and the codec that writes it.
         """
+        ...
+
+
+@runtime_checkable
+class CombiningCodec(Codec, Protocol):
+    """A sparse codec whose mean is another than that of the decoded values, such as one over the senders of each value.
+
+    >>> from cadenza.codecs import dct, topk
+    >>> isinstance(dct(), CombiningCodec), isinstance(topk(), CombiningCodec)
+    (True, False)
+    """
+
+    def combine(self, contributions: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float]) -> None:
+        """Overwrite `out` with the weighted mean of what the members have encoded; the same bits on every machine."""
         ...

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cadenza.codecs import Codec
+from cadenza.codecs import Codec, CombiningCodec
 from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, sparse_messages
 from cadenza.transports import Lane, Transport
 
@@ -267,6 +267,10 @@ class _Sparse(_Way):
 
     def _receive(self, item: int, lane: Lane) -> None:
         total = torch.zeros(self._parts[item].numel(), dtype=torch.float32, device=self._parts[item].device)
-        for encoded, weight in zip(lane.gathered(), self.weights, strict=True):
-            self._codecs[item].decode_add(encoded, total, weight)
+        codec = self._codecs[item]
+        if isinstance(codec, CombiningCodec):
+            codec.combine(list(lane.gathered()), total, self.weights)
+        else:
+            for encoded, weight in zip(lane.gathered(), self.weights, strict=True):
+                codec.decode_add(encoded, total, weight)
         self._parts[item].copy_(total)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from cadenza.engine.packing import Bucket, Fragment
+from cadenza.engine.packing import Bucket, Fragment, packed_shape
 
 __all__ = ["Layout", "SpareMemory"]
 
@@ -28,7 +28,7 @@ class Layout:
         self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {self.names[i]}")
         self.strips, places = self.fragment.strips(home, align=align)
         self.places = {self.names[position]: place for position, place in places.items()}
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        self._named = dict(named)
 
     def pack(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Return flat copies of the values, in the memory that is given or in new one."""
@@ -53,12 +53,14 @@ class Layout:
             yield name, flats[strip][where]
 
     def shapes(self, strip: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors in a strip, in their order; flat where a shard has another size."""
-        found = []
+        """Return the shapes of the tensors in a strip, in their order; what is free between them is flat."""
+        found: list[tuple[int, ...]] = []
+        end = 0
         for name, (number, where) in self.places.items():
             if number == strip:
-                size, shape = where.stop - where.start, self._shapes[name]
-                found.append(shape if torch.Size(shape).numel() == size else (size,))
+                found += [(where.start - end,)] if where.start > end else []
+                found.append(packed_shape(self._named[name]))
+                end = where.stop
         return found
 
     def empty(self) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -69,14 +69,19 @@ class ModelView:
         lrs = {id(p): float(g.get("lr", 0.0)) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         return {name: lrs[id(p)] for name, p in self.parameters().items() if id(p) in lrs}
 
-    def optimizer_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the optimizers' state of the named parameters that has a mean: tensors of the parameter's shape."""
+    def optimizer_tensors(self, names: Sequence[str], keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return the optimizers' state of the named parameters that has a mean: tensors of the parameter's shape.
+
+        Without `keys`, all that cannot be a counter.
+        """
         parameters = self.parameters()
         found: dict[str, torch.Tensor] = {}
         for optimizer in self.optimizers:
             for name in names:
                 for key, value in optimizer.state.get(parameters[name], {}).items():
-                    if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape and value.ndim:
+                    if not isinstance(value, torch.Tensor) or value.shape != parameters[name].shape:
+                        continue
+                    if value.ndim if keys is None else key in keys:
                         found[f"{name}/{key}"] = value
         return found
 

@@ -19,7 +19,7 @@ import torch
 from cadenza.common.norms import norm_squared
 from cadenza.errors import UnsupportedTensorError
 
-__all__ = ["Bucket", "Fragment", "wire_dtype"]
+__all__ = ["Bucket", "Fragment", "packed_shape", "wire_dtype"]
 
 # 8-bit floats have no arithmetic of their own; complex numbers travel as pairs of reals.
 _WIRE_DTYPES = {
@@ -321,6 +321,19 @@ def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
             "is expanded: several of its elements are one place in memory. Use .clone() to give each its own."
         )
     return local, ()
+
+
+def packed_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape in which this rank's values of a tensor lie when they are packed.
+
+    >>> packed_shape(torch.zeros(3, 2).T)
+    (3, 2)
+    """
+    local = _local(tensor)
+    local = torch.view_as_real(local) if local.is_complex() else local
+    strides = local.stride()
+    turned = local.permute(sorted(range(local.ndim), key=lambda dim: -strides[dim]))
+    return tuple(local.shape if local.is_contiguous() or not turned.is_contiguous() else turned.shape)
 
 
 def _objection(local: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ from cadenza.engine import loading, saving
 from cadenza.engine.collectives import average_tensors
 from cadenza.engine.hooks import hook_optimizer, hook_scaler
 from cadenza.engine.model_view import ModelView
+from cadenza.engine.optimizer_state import average_due_state
 from cadenza.engine.replica import Replica
 from cadenza.engine.reporting import Reporter
 from cadenza.engine.round_runner import RoundRunner
@@ -139,6 +140,7 @@ class Synchronizer:
         n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps)
         if n is not None:
             self._rounds.launch_due(n)
+            average_due_state(self.replica, n)
 
     def average_gradients(self) -> None:
         """Average the gradients during the warm-up, after backward and before unscaling or clipping; later do nothing.

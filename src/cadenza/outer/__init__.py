@@ -26,6 +26,7 @@ from cadenza.outer.factors import Factor
 from cadenza.outer.mean import Mean, mean
 from cadenza.outer.noloco import NoLoCo, noloco
 from cadenza.outer.sgd import Sgd, nesterov, sgd
+from cadenza.outer.sign import Sign, sign
 from cadenza.outer.slowmo import SlowMo, slowmo
 from cadenza.outer.torch_optimizer import TorchOptimizer, optimizer
 
@@ -36,6 +37,7 @@ __all__ = [
     "NoLoCo",
     "Outer",
     "Sgd",
+    "Sign",
     "SlowMo",
     "State",
     "TorchOptimizer",
@@ -45,5 +47,6 @@ __all__ = [
     "noloco",
     "optimizer",
     "sgd",
+    "sign",
     "slowmo",
 ]

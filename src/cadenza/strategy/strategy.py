@@ -199,11 +199,12 @@ class Strategy:
                 "another number in every group or worker, and their periods would differ. Use every(16), for instance."
             )
         simple = len(self.levels) == 1 and not self._late and self.fragments.single and not self.average_gradients
+        simple = simple and isinstance(self.optimizer_state, str)
         cycle = self.levels[0].schedule.cycle
         if self.balanced and not (simple and cycle is not None and cycle[1] == 0):
             raise ValueError(
-                "balanced works with one level that meets every(n) steps, whole, without delay and without "
-                "average_gradients: other workers' steps are not this one's, so nothing else can be counted alike."
+                "balanced works with one level that meets every(n) steps, whole, without delay, average_gradients and "
+                "moments: other workers' steps are not this one's, so nothing else can be counted alike."
             )
 
     def _check_regrouping(self) -> None:

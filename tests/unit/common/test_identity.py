@@ -17,6 +17,7 @@ import torch
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs, outer, weighting
 from cadenza.codecs.base import Codec
+from cadenza.codecs.dct import Grid
 from cadenza.common.identity import identity
 from cadenza.common.milestones import Milestones
 
@@ -51,12 +52,15 @@ SAMPLES: list[Any] = [
     codecs.int8(),
     codecs.e3m0(),
     codecs.topk(),
+    codecs.dct().for_shapes([(4, 2)]),
+    Grid(4, 2, 4, 2),
     codecs.error_feedback(codecs.int8()),
     outer.mean(),
     outer.slowmo(),
     outer.eager(),
     outer.nesterov(clip=1.0, schedule={0: 0.5}),
     outer.sgd(schedule=falling),
+    outer.sign(),
     outer.optimizer(torch.optim.AdamW, lr=0.1, betas=(0.9, 0.95)),
     outer.noloco(),
     cadenza.raise_error(),
