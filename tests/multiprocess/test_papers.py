@@ -14,6 +14,7 @@ from support.training import train
 PAPERS: dict[str, Strategy] = {
     "eager_diloco": cadenza.eager_diloco(4),
     "edit": cadenza.edit(4, weight=edit_norms(observe=2)),
+    "muloco": cadenza.muloco(4),
     "noloco": cadenza.noloco(4),
     "snoo": cadenza.snoo(4),
 }

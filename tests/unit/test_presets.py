@@ -87,6 +87,10 @@ def test_eager_diloco_is_that_of_2502_12996() -> None:
     assert strategy.delay == 30
 
 
+def test_muloco_is_that_of_2505_23725() -> None:
+    assert cadenza.muloco() == cadenza.diloco(30, outer_lr=0.7, outer_momentum=0.6)
+
+
 def test_snoo_is_that_of_2510_15830() -> None:
     strategy = cadenza.snoo()
     inner, everyone = strategy.levels
@@ -120,6 +124,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "diloco": {},
     "eager_diloco": {},
     "edit": {},
+    "muloco": {},
     "streaming_diloco": {},
     "sparse_loco": {},
 }
