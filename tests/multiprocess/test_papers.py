@@ -25,6 +25,7 @@ PAPERS: dict[str, Strategy] = {
     "des_loc": cadenza.des_loc(2, momentum_period=3, variance_period=4),
     "eager_diloco": cadenza.eager_diloco(4),
     "edit": cadenza.edit(4, weight=edit_norms(observe=2)),
+    "muloco": cadenza.muloco(4),
     "noloco": cadenza.noloco(4),
     "muloco": cadenza.muloco(4),
     "snoo": cadenza.snoo(4),
