@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ def values(seed: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
+def of_one_worker(outer: Outer, delta: torch.Tensor) -> dict[str, Any]:
+    """What an update is told that sees more than the mean: that of one worker, whose difference has not changed."""
+    own = delta.clone()
+    return {"own": own, "now": own, "members": 1} if outer.needs_own else {}
+
+
 @EVERY_OUTER
 def test_keeps_its_contract(outer: Outer) -> None:
     check_outer(outer)
@@ -57,8 +64,8 @@ def test_an_anchor_that_joins_in_a_later_round_starts_like_any_other(name: str) 
     early, late = values(0), values(0)
     early_state, late_state = outer.init(early), outer.init(late)
     for n in range(3):
-        outer.update(early, values(n), early_state, rounds=n, inner_lr=0.1)
-        outer.update(late, values(n), late_state, rounds=n + 40, inner_lr=0.1)
+        outer.update(early, values(n), early_state, rounds=n, inner_lr=0.1, **of_one_worker(outer, values(n)))
+        outer.update(late, values(n), late_state, rounds=n + 40, inner_lr=0.1, **of_one_worker(outer, values(n)))
     assert torch.equal(early, late)
 
 
@@ -67,14 +74,15 @@ def test_where_nothing_moved_a_fresh_anchor_stays(outer: Outer) -> None:
     anchor = values(0)
     state = outer.init(anchor)
     for n in range(3):
-        outer.update(anchor, torch.zeros(NUMEL), state, rounds=n, inner_lr=0.1)
+        still = torch.zeros(NUMEL)
+        outer.update(anchor, still, state, rounds=n, inner_lr=0.1, **of_one_worker(outer, still))
     assert torch.equal(anchor, values(0))
 
 
 @EVERY_OUTER
 def test_a_fresh_anchor_moves_towards_the_mean(outer: Outer) -> None:
     anchor, delta = values(0), values(1)
-    outer.update(anchor, delta.clone(), outer.init(anchor), rounds=0, inner_lr=0.1)
+    outer.update(anchor, delta.clone(), outer.init(anchor), rounds=0, inner_lr=0.1, **of_one_worker(outer, delta))
     moved = values(0) - anchor
     assert (moved * delta >= 0).all()
     assert moved.norm() > 0
@@ -93,7 +101,7 @@ def test_the_inner_learning_rate_is_asked_for_where_it_is_needed(outer: Outer) -
             outer.update(anchor, values(1), outer.init(anchor), rounds=0)
         assert torch.equal(anchor, values(0))
     else:
-        outer.update(anchor, values(1), outer.init(anchor), rounds=0)
+        outer.update(anchor, values(1), outer.init(anchor), rounds=0, **of_one_worker(outer, values(1)))
 
 
 def test_identities_tell_outer_updates_apart_and_are_the_same_in_every_process() -> None:

@@ -1,7 +1,7 @@
-"""Where workers meet: torch's TCPStore, in a process that outlives every worker, and lines to it that never hang.
+"""Where workers meet: torch's TCPStore, in a process that outlives every worker, and connections to it that never hang.
 
-A client of a TCPStore whose link is cut waits for as long as TCP does. So every call is made on a thread of the connection,
-and given up after a while together with the thread; the next call opens a new connection.
+A client of a TCPStore whose link is cut waits for as long as TCP does. So every call is made on a thread of its own
+connection, and given up after a while together with the thread; the next call opens a new one.
 
 From the shell: ``python -m cadenza.membership --port 29400``.
 """
