@@ -263,26 +263,6 @@ def noloco(
     return Strategy(levels=(plan,), **options)
 
 
-def muloco(
-    period: int | Schedule = 30,
-    *,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.6,
-    codec: Codec | None = None,
-    clip: float | None = None,
-    **options: Unpack[StrategyOptions],
-) -> Strategy:
-    """Take DiLoCo's outer step over workers that train with Muon (arXiv 2505.23725).
-
-    The inner optimizers are `cadenza.optim.muon_and_adamw(model)`. The defaults are the authors' for one worker; with
-    several they tuned larger ones: lr 0.9 and momentum 0.8 for 2 and 8, 1.0 and 0.9 for 16.
-
-    >>> muloco(outer_lr=0.9, outer_momentum=0.8).period
-    30
-    """
-    return diloco(period, outer_lr=outer_lr, outer_momentum=outer_momentum, codec=codec, clip=clip, **options)
-
-
 def streaming_diloco(
     period: int | Schedule = 100,
     *,

@@ -27,7 +27,6 @@ PAPERS: dict[str, Strategy] = {
     "edit": cadenza.edit(4, weight=edit_norms(observe=2)),
     "muloco": cadenza.muloco(4),
     "noloco": cadenza.noloco(4),
-    "muloco": cadenza.muloco(4),
     "snoo": cadenza.snoo(4),
 }
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"demo": sgd_of_one, "des_loc": adam}
