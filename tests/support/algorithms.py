@@ -176,7 +176,7 @@ def slowmo(workers: Workers, steps: int, *, period: int, alpha: float, beta: flo
 
 
 class Nesterov:
-    """Torch's SGD with Nesterov momentum, each product rounded before it is added, as on a machine without fused ones."""
+    """Torch's SGD with Nesterov momentum, each product rounded before it is added, as without fused ones."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
         self._parameters, self._lr, self._momentum = parameters, lr, momentum

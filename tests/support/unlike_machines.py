@@ -78,7 +78,7 @@ def train(strategy: Strategy, folder: Path) -> dict[str, Any]:
     cadenza.checkpoint.save(folder / "step", model=model, optimizer=optimizer, sync=sync)
     sync.finish()
     return {
-        "drift": [(report.step, report.fragment, report.drift) for report in reports if report.level_name != "level 0"],
+        "drift": [(report.step, report.fragment, report.drift) for report in reports if len(report.participants) == 3],
         "fingerprints": prints,
         "shared": shared,
         "parameters": [parameter.detach() for parameter in model.parameters()],

@@ -150,8 +150,8 @@ BITS = """
 import sys, torch, cadenza.outer as outer
 numbers = torch.Generator().manual_seed(0)
 draw = lambda: torch.randint(-(1 << 24), 1 << 24, (70_003,), generator=numbers) / 1e7
-for update in (outer.mean(), outer.nesterov(), outer.sgd(lr=0.3, momentum=0.8), outer.slowmo(), outer.sign(), outer.noloco(),
-               outer.eager()):
+for update in (outer.mean(), outer.nesterov(), outer.sgd(lr=0.3, momentum=0.8), outer.slowmo(), outer.sign(),
+               outer.noloco(), outer.eager()):
     anchor = draw()
     state = update.init(anchor)
     for rounds in range(3):
