@@ -26,9 +26,9 @@ _PIECE = 1 << 16  # values; they and their signs stay in the cache
 class Sketch:
     """A short vector that stands for a long one of `numel` values, which is given in parts.
 
-    >>> one, other = Sketch(100_000), Sketch(100_000)
-    >>> one.add(torch.full((100_000,), 1.0)); other.add(torch.full((100_000,), 3.0))
-    >>> round(spread_of([one.pack(), other.pack()], [0.5, 0.5]) / 100_000, 1)  # each is 1 away from the mean
+    >>> one, other = Sketch(2), Sketch(2)
+    >>> one.add(torch.tensor([1.0, 5.0])); other.add(torch.tensor([3.0, 5.0]))
+    >>> spread_of([one.pack(), other.pack()], [0.5, 0.5])  # each is 1 away from the mean
     1.0
     """
 
