@@ -37,7 +37,9 @@ class RoundReport:
             most of it passes while training goes on, and stall_s is less.
         delay: Local steps from launch to landing; 0 if the round landed in the step that launched it.
         drift: How far the workers had spread, sqrt(mean‖δ_i‖² − ‖mean δ‖²) / ‖mean‖; the same number on all ranks. None
-            if it was not measured.
+            if it was not measured. Under a lossy codec, and where 16-bit values are averaged in place, the spread is
+            estimated from random projections of the values: the standard error of the drift is 1.6 % of it for two
+            workers and 0.9 % for four (8 KiB to each of the others); it is 0 where all have done the same.
         codec: The codec's own description of itself.
         codec_error: ‖decoded − δ‖ / ‖δ‖ of the same contribution; None if the codec is exact or the difference 0.
         weights: The weight of each participant in the mean, in the order of `participants`.

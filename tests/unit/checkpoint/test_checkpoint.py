@@ -309,7 +309,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         Job().load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [2, 4])
 def test_another_format_is_refused(tmp_path: Path, number: int) -> None:
     job = Job()
     state = job.sync.state_dict()
