@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cadenza
 from cadenza import LevelPlan, Strategy
-from support.algorithms import flat
+from support.algorithms import Nesterov, flat
 from support.compare import same_bits
 from support.models import CASES
 from support.ranks import RankPool
@@ -40,13 +40,13 @@ def under_ddp(auto: bool) -> list[torch.Tensor]:
 
 
 def by_the_authors() -> list[torch.Tensor]:
-    """Their code: torch's SGD over a slow copy, with the difference as its gradient, after every K-th step."""
+    """Their code: torch's SGD, products rounded first, over a slow copy, with the difference as its gradient, after every K-th step."""
     rank, case = dist.get_rank(), CASES["mlp"]
     model = case.model(rank)
     ddp = DistributedDataParallel(model)
     inner = adam(model)
     slow = [p.detach().clone() for p in model.parameters()]
-    outer = torch.optim.SGD(slow, lr=0.7, momentum=0.8, nesterov=True)
+    outer = Nesterov(slow, lr=0.7, momentum=0.8)
     history = []
     for n in range(1, STEPS + 1):
         inner.zero_grad()
