@@ -12,6 +12,7 @@ import torch
 
 from cadenza import LevelPlan, codecs
 from cadenza.codecs import Codec, CombiningCodec, ShapedCodec, dct, error_feedback
+from cadenza.testing import check_codec
 
 SHAPES: list[tuple[int, ...]] = [(64, 128), (12,), (), (29 * 7, 50), (131,), (8, 3, 5, 5), (0, 4), (1, 70), (300, 2)]
 
@@ -64,6 +65,11 @@ def plain(values: torch.Tensor, shape: tuple[int, int], k: int, chunk: int) -> t
             least = frequencies.abs().flatten().topk(min(k, height * width)).values[-1]
             out[place] = high @ frequencies.where(frequencies.abs() >= least, 0.0) @ wide.T
     return out.view(-1).float()
+
+
+@pytest.mark.parametrize("codec", [dct(), dct(3, chunk=8), error_feedback(dct(), decay=0.999)], ids=repr)
+def test_it_keeps_the_promises_of_codecs(codec: Codec) -> None:
+    check_codec(codec)
 
 
 def test_the_matrix_is_the_one_of_the_production_code() -> None:

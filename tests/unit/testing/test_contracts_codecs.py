@@ -101,6 +101,13 @@ class ShapedOnly(Integers):
     shaped = True  # type: ignore[misc]
 
 
+class Sums(Integers):
+    def combine(self, contributions: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float]) -> None:
+        out.zero_()
+        for data in contributions:
+            self.decode_add(data, out, 1.0)
+
+
 CODECS = {
     "every byte": (Shorter(256), "every one of encoded_bytes"),
     "values are left alone": (Overwrites(256), "leaves the values alone"),
@@ -111,6 +118,7 @@ CODECS = {
     "waiting": (WaitsForTheDevice(256), "waits for a device"),
     "error feedback": (Forgets(256), "error feedback makes up"),
     "blocks": (LargerBlocks(16), "cut at multiples of block"),
+    "mean": (Sums(256), "mean of equal contributions"),
     "shapes": (ShapedOnly(256), "shaped codec is sparse"),
     "members": (object(), "all members; name, exact"),
 }

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cadenza.codecs import Codec, ShapedCodec
+from cadenza.codecs import Codec, CombiningCodec, ShapedCodec
 from cadenza.testing.contracts.promises import Contract
 
 __all__ = ["check_codec"]
@@ -43,6 +43,7 @@ def check_codec(codec: Codec) -> None:
             _check_split(contract, codec)
         else:
             _check_blocks(contract, codec)
+        _check_combine(contract, _for(codec, _LARGE))
         _check_feedback(contract, codec)
     _check_scratch(contract, codec)
 
@@ -143,6 +144,16 @@ def _check_split(contract: Contract, codec: Codec) -> None:
         back = torch.cat([_returned(part, piece) for piece, (_, part) in cut])
         same = torch.equal(back, _returned(whole, values))
         contract.holds(same, f"the messages of split({row_bytes}) come back as the whole does")
+
+
+def _check_combine(contract: Contract, codec: Codec) -> None:
+    """Check the mean of a codec that has its own: members that send the same get it back, with any weights."""
+    if not isinstance(codec, CombiningCodec):
+        return
+    data, out = _encoded(codec, _normal(_LARGE)), torch.full((_LARGE,), math.nan)
+    codec.combine([data, data], out, [0.75, 0.25])
+    same = torch.equal(out, _decoded(codec, data, _LARGE))
+    contract.holds(same, "the mean of equal contributions is what each comes back as")
 
 
 def _check_feedback(contract: Contract, codec: Codec) -> None:
