@@ -97,6 +97,7 @@ def _fixed(
     group = _group(process_group)
     compare(group, terms=_terms(strategy), model=view.describe())
     view.refuse_what_cannot_work(strategy)
+    view.refuse_ddp_elsewhere(group.ranks)
     return FixedParticipants(strategy, group, topology)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 
 import torch
 
+from cadenza.common.checksums import checksum
 from cadenza.engine.in_place_mean import average_in_place
-from cadenza.engine.packing import Fragment, wire_dtype
+from cadenza.engine.packing import Fragment, local_part, wire_dtype
 from cadenza.errors import TopologyError
 from cadenza.transports import Transport
 
-__all__ = ["average_tensors", "take_from_first", "take_largest"]
+__all__ = ["average_tensors", "differing", "take_from_first", "take_largest"]
 
 
 @torch.no_grad()
@@ -19,6 +21,17 @@ def average_tensors(transport: Transport, tensors: Mapping[str, torch.Tensor], *
     """Replace tensors by their plain mean over the members, in place."""
     if tensors and len(transport.members) > 1:
         average_in_place(_fragment(tensors), transport, step=step)
+
+
+def differing(transport: Transport, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of a tensor of which members hold different values; None if there is none."""
+    if len(transport.members) == 1 or not tensors:
+        return None
+    sums = b"".join(struct.pack("<q", checksum(local_part(tensor))) for tensor in tensors.values())
+    theirs = transport.exchange(sums)()
+    names = list(tensors)
+    rows = [struct.unpack(f"<{len(names)}q", reply) for reply in theirs]
+    return next((name for name, *found in zip(names, *rows, strict=True) if len(set(found)) > 1), None)
 
 
 @torch.no_grad()
@@ -58,4 +71,4 @@ def take_from_first(transport: Transport, tensors: Mapping[str, torch.Tensor]) -
 
 def _fragment(tensors: Mapping[str, torch.Tensor]) -> Fragment:
     names = list(tensors)
-    return Fragment(list(tensors.values()), label=lambda i: names[i])
+    return Fragment(list(tensors.values()), label=lambda i: names[i], names=names)

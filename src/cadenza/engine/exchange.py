@@ -79,6 +79,16 @@ class Residual:
         """Take over what the last exchange left."""
         self.own, self.share = self.next_own, self.next_share
 
+    def spread_share(self, transport: Transport, codec: Codec) -> torch.Tensor:
+        """Return what was lost of the mean of this member's share, at the share's places among zeros."""
+        found = torch.zeros_like(self.own)
+        if not self.share.numel():
+            return found
+        rows = list(rows_of(self.own, transport, codec))
+        for (start, row), part in zip(rows, self.share.split([row for _, row in rows]), strict=True):
+            put(found, start + transport.position * row, part)
+        return found
+
     def clear(self) -> None:
         """Forget what was lost."""
         self.own.zero_()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 
@@ -12,7 +14,7 @@ from cadenza.codecs import Codec, fp32
 from cadenza.common.norms import distance_squared
 from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.engine.header import HEADER_BYTES, Header
-from cadenza.engine.opening import Scales, abandoning, mean_over, open_round
+from cadenza.engine.opening import Scales, abandoning, mean_over, open_round, text_of_first
 from cadenza.engine.round_result import RoundResult
 from cadenza.engine.staged_exchange import exchange_staged
 from cadenza.errors import NotFiniteError, RoundAbortedError, TransportError
@@ -34,6 +36,7 @@ class FlatRound:
         scales: What each contribution counts.
         origins: Copies of the values, if the members' mean squared distance from the mean is to be measured.
         exact: More flat values, averaged as they are, all members alike.
+        inner_lrs: The learning rates that the outer update uses; the first member's, should members differ.
     """
 
     values: Sequence[torch.Tensor]
@@ -42,6 +45,12 @@ class FlatRound:
     residuals: Sequence[Residual] | None = None
     origins: Sequence[torch.Tensor] | None = None
     exact: Sequence[torch.Tensor] = ()
+    inner_lrs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def lr_mark(self) -> int:
+        """A number that tells learning rates apart."""
+        return crc32(json.dumps(self.inner_lrs, sort_keys=True).encode())
 
 
 def average_flat(
@@ -69,6 +78,8 @@ def average_flat(
         result = RoundResult(headers, weighed, weights, members=members, position=transport.position)
         result.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
         try:
+            if len({header.lr_mark for header in headers}) > 1:
+                work.inner_lrs = json.loads(text_of_first(transport, json.dumps(work.inner_lrs)))
             _exchange(work, group, header, result)
         except TransportError as error:
             raise RoundAbortedError(

@@ -17,13 +17,15 @@ from cadenza.errors import DisagreementError
 __all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
 HEADER_BYTES = 64
-_LAYOUT = struct.Struct("<4s????q16sdddI4x")
+_LAYOUT = struct.Struct("<4s????q16sdddII")
 _MAGIC = b"CDZ1"
 
 
 @dataclass(frozen=True)
 class Header:
     """What a member is about to do, at which step and with what, and what the others need to know of it.
+
+    `lr_mark` tells apart members whose inner learning rates differ, where the outer update uses them.
 
     >>> header = Header(step=7, digest=bytes(16), able=True, weight=2.0)
     >>> Header.unpack(header.pack()) == header
@@ -40,6 +42,7 @@ class Header:
     speed: float = 0.0
     steps: int = 0
     faulty: bool = False
+    lr_mark: int = 0
 
     @property
     def intent(self) -> tuple[int, bytes, bool, bool]:
@@ -59,17 +62,20 @@ class Header:
             self.norm2,
             self.speed,
             self.steps,
+            self.lr_mark,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, atomic, exhausted, faulty, step, digest, weight, norm2, speed, steps = _LAYOUT.unpack(data)
+        magic, able, atomic, exhausted, faulty, step, digest, weight, norm2, speed, steps, lr_mark = _LAYOUT.unpack(
+            data
+        )
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty)
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark)
 
 
 def mark(digest: bytes, level: int, fragment: int) -> bytes:

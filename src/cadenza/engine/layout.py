@@ -25,7 +25,8 @@ class Layout:
 
     def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None, align: int = 1) -> None:
         self.names = list(named)
-        self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {self.names[i]}")
+        tensors = list(named.values())
+        self.fragment = Fragment(tensors, label=lambda i: f"parameter {self.names[i]}", names=self.names)
         self.strips, places = self.fragment.strips(home, align=align)
         self.places = {self.names[position]: place for position, place in places.items()}
         self._named = dict(named)
@@ -46,6 +47,18 @@ class Layout:
         """Yield each parameter's own memory together with its part of each of the flat values."""
         for i, strip in enumerate(self.strips):
             yield from zip(strip.pieces, *(strip.places_in(values[i]) for values in flats), strict=True)
+
+    def as_written(self, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return flat values as the parameters would hold them: rounded, where parameters have less precision."""
+        return [self._rounded(strip, flat) for strip, flat in zip(self.strips, flats, strict=True)]
+
+    def _rounded(self, strip: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        if all(piece.dtype == flat.dtype for piece in strip.pieces):
+            return flat
+        rounded = flat.clone()
+        for piece, place in zip(strip.pieces, strip.places_in(rounded), strict=True):
+            place.copy_(place.to(piece.dtype))
+        return rounded
 
     def slices(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name and its part of the flat values."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.engine.ddp import covers
 from cadenza.errors import UnsupportedModelError
 from cadenza.strategy import Strategy
 
@@ -16,7 +18,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class ModelView:
-    """A model and its optimizers, looked at anew in every round: parameters may be frozen, unfrozen or added."""
+    """A model and its optimizers, looked at anew in every round: parameters may be frozen, unfrozen or added.
+
+    A parameter takes part from the first round that finds it trained: it has `requires_grad`, a gradient or state in an
+    optimizer. It stays, whatever becomes of it then: what is frozen may have moved since the last round, and a loop
+    that freezes one network while it trains the other may freeze either at `sync.step()`.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -27,6 +34,7 @@ class ModelView:
         self.model = model
         self.optimizers = optimizers
         self.ddp: DistributedDataParallel | None = None
+        self._taking_part: set[str] = set()
         self._prefix = ""
         inner = model
         while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
@@ -34,10 +42,27 @@ class ModelView:
             self.ddp = inner if isinstance(inner, DistributedDataParallel) else self.ddp
             self._prefix += f"{wrapper}."
             inner = getattr(inner, wrapper)
+        self.inner: torch.nn.Module = inner
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are trained, by their own names, ties once."""
-        return {self._plain(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        """Return the parameters that take part, by their own names, ties once."""
+        found = self.all_parameters()
+        known = self._taking_part
+        known.update(name for name, p in found.items() if name not in known and self._is_trained(p))
+        return {name: p for name, p in found.items() if name in known}
+
+    def all_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return all parameters, whether or not they take part, by their own names, ties once."""
+        return {self._plain(name): p for name, p in self.model.named_parameters()}
+
+    def take_part(self, names: Iterable[str]) -> None:
+        """Let parameters take part that did so in an earlier life of this run."""
+        self._taking_part.update(names)
+
+    def _is_trained(self, parameter: torch.nn.Parameter) -> bool:
+        if parameter.requires_grad or parameter.grad is not None:
+            return True
+        return any(parameter in optimizer.state for optimizer in self.optimizers)
 
     def everything(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers, trained or not."""
@@ -115,6 +140,7 @@ class ModelView:
             raise UnsupportedModelError(
                 "The model has no parameter with requires_grad=True, so there is nothing to train."
             )
+        self._refuse_strange_optimizers()
         if strategy.faults.tolerant:
             self._refuse_what_cannot_shrink(strategy)
         for name, parameter in parameters.items():
@@ -138,6 +164,31 @@ class ModelView:
                     "differ: use a schedule that does not follow the drift."
                 )
 
+    def _refuse_strange_optimizers(self) -> None:
+        """Raise if an optimizer trains something else than this model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise UnsupportedModelError(
+                    f"Optimizer {number} ({type(optimizer).__name__}) holds none of the model's parameters, so it "
+                    "trains something else. Make it of model.parameters() after the model has its final form: fully_shard(), "
+                    "to() and others may replace parameters."
+                )
+
+    def refuse_ddp_elsewhere(self, ranks: Collection[int]) -> None:
+        """Raise if a DistributedDataParallel that `attach` was not given averages this model's gradients over all."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for ddp in _living_ddps():
+            if ddp is self.ddp or not any(id(parameter) in own for parameter in ddp.module.parameters()):
+                continue
+            if len(ranks) > 1 and covers(ddp, ranks):
+                raise UnsupportedModelError(
+                    "This model's parameters belong to a DistributedDataParallel as well, which would average their "
+                    f"gradients over all {len(ranks)} ranks in every step: nothing would be saved. Pass the "
+                    "DistributedDataParallel itself to attach(), which then falls silent, or train the bare module "
+                    "without one."
+                )
+
     def _refuse_what_cannot_shrink(self, strategy: Strategy) -> None:
         """Raise if the model is one copy on several ranks, or where groups that come and go cannot reach it."""
         policy = strategy.faults.name
@@ -157,6 +208,11 @@ class ModelView:
                     f"Parameter {name} is on {parameter.device}, and groups that come and go are made by Gloo on the "
                     "CPU: use offload=True, which does the rounds there."
                 )
+
+
+def _living_ddps() -> list[DistributedDataParallel]:
+    kinds = (item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel))
+    return [item for item in kinds if isinstance(getattr(item, "module", None), torch.nn.Module)]
 
 
 def _replicated(parameter: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from cadenza.errors import (
 from cadenza.transports import Transport
 from cadenza.weighting import State, Weighed, Weighting, uniform
 
-__all__ = ["Scales", "abandoning", "mean_over", "open_round", "unsent"]
+__all__ = ["Scales", "abandoning", "mean_over", "open_round", "text_of_first", "unsent"]
 
 
 def open_round(
@@ -78,6 +78,15 @@ class Scales:
             return weighed, weights
         typical = sum(weight * header.steps for weight, header in zip(weights, headers, strict=True))
         return weighed, [w * typical / max(1, header.steps) for w, header in zip(weights, headers, strict=True)]
+
+
+def text_of_first(transport: Transport, text: str) -> str:
+    """Return what the first member says, on every member."""
+    mine = text.encode()
+    sizes = transport.exchange(len(mine).to_bytes(8, "little"))()
+    longest = max(int.from_bytes(size, "little") for size in sizes)
+    first = transport.exchange(mine.ljust(longest))()[0]
+    return first[: int.from_bytes(sizes[0], "little")].decode()
 
 
 def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ import torch
 from cadenza.common.norms import norm_squared
 from cadenza.errors import UnsupportedTensorError
 
-__all__ = ["Bucket", "Fragment", "packed_shape", "wire_dtype"]
+__all__ = ["Bucket", "Fragment", "local_part", "packed_shape", "wire_dtype"]
 
 # 8-bit floats have no arithmetic of their own; complex numbers travel as pairs of reals.
 _WIRE_DTYPES = {
@@ -123,7 +123,8 @@ class Fragment:
     """Tensors that are averaged together, by position.
 
     `taking` says which of them take part; the others still count as positions, so that ranks which disagree on them
-    are found out. `label` names a position in messages. `problem` says that the tensors could not even be collected.
+    are found out. `label` names a position in messages. `names` are part of what ranks compare, so that different
+    tensors of one shape are found out, too. `problem` says that the tensors could not even be collected.
 
     >>> fragment = Fragment([torch.ones(2, 3), torch.zeros(4)], taking=[True, False])
     >>> fragment.describe()
@@ -138,9 +139,11 @@ class Fragment:
         *,
         taking: Sequence[bool] | None = None,
         label: Callable[[int], str] = "parameter {}".format,
+        names: Sequence[str] | None = None,
         problem: str | None = None,
     ) -> None:
         self._given = tensors
+        self._names = names
         self._taking = [True] * len(tensors) if taking is None else list(taking)
         self._label = label
         self._problem = problem
@@ -195,7 +198,7 @@ class Fragment:
     def first_not_finite(self) -> str | None:
         """Name the first position that holds a value which is not finite."""
         for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
-            if taken and not bool(torch.isfinite(_local(tensor)).all()):
+            if taken and not bool(torch.isfinite(local_part(tensor)).all()):
                 return self._label(i)
         return None
 
@@ -230,7 +233,7 @@ class Fragment:
 
     def _read(self) -> bytes:
         """Check every tensor, collect those that take part, and return the digest of all of them."""
-        codes: list[int] = []
+        codes: list[int] = [crc32(name.encode()) for name in self._names or ()]
         seen: dict[tuple[int, ...], int] = {}
         for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
             dtype = _code(tensor.dtype)
@@ -303,7 +306,7 @@ def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
     order. The order names only dimensions longer than 1, and is empty for the logical one, so that equal orders mean
     equal positions.
     """
-    local = _local(tensor)
+    local = local_part(tensor)
     if wire_dtype(local.dtype) is None or local.layout != torch.strided or local.is_meta or _is_lazy(local):
         raise UnsupportedTensorError(_objection(local))
     if local.is_complex():
@@ -329,7 +332,7 @@ def packed_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     >>> packed_shape(torch.zeros(3, 2).T)
     (3, 2)
     """
-    local = _local(tensor)
+    local = local_part(tensor)
     local = torch.view_as_real(local) if local.is_complex() else local
     strides = local.stride()
     turned = local.permute(sorted(range(local.ndim), key=lambda dim: -strides[dim]))
@@ -352,7 +355,7 @@ def _is_lazy(local: torch.Tensor) -> bool:
     return local.is_conj() or local.is_neg()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that this rank holds, sharing memory with the parameter."""
     if _is_dtensor(tensor):
         return cast(torch.Tensor, tensor.to_local()).detach()  # type: ignore[attr-defined]

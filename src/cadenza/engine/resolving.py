@@ -69,15 +69,19 @@ class Resolver:
             residuals=self.state.residuals,
             origins=origins if spread else None,
             exact=pending.anchor_means,
+            inner_lrs=pending.inner_lrs,
         )
-        header, problem = self._checked(replace(self.header, norm2=norm2, atomic=self.participants.atomic), norm2)
+        told = replace(self.header, norm2=norm2, atomic=self.participants.atomic)
+        if plan.outer.needs_inner_lr:
+            told = replace(told, lr_mark=work.lr_mark)
+        header, problem = self._checked(told, norm2)
         describe = pending.layout.fragment.describe
         result = self.participants.agree(
             pending.id, lambda: average_flat(work, self.group, header, problem=problem, describe=describe)
         )
         if isinstance(result, FailedRound):
             return result
-        pending.origins = origins if late_mean else None
+        pending.origins, pending.inner_lrs = origins if late_mean else None, work.inner_lrs
         self._finish(result)
         return result
 
@@ -86,8 +90,12 @@ class Resolver:
         pending, anchors = self.pending, self.state.anchors
         packed = pending.values
         values = self.spare.borrow(pending.layout) if late_mean else packed
-        both = zip(anchors, packed, values, strict=True)
-        norm2 = sum(difference(anchor, flat, out=out) for anchor, flat, out in both)
+        both = zip(pending.layout.as_written(anchors), packed, values, strict=True)
+        norm2 = sum(difference(start, flat, out=out) for start, flat, out in both)
+        if self.state.carried is not None:
+            for flat, lost in zip(values, self.state.carried, strict=True):
+                flat.add_(lost)
+            norm2 = norm_squared(*values)
         pending.values = values
         outer = self.group.plan.outer
         if outer.needs_own or (pending.restarts and self.participants.atomic):

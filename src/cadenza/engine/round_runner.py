@@ -65,7 +65,7 @@ class RoundRunner:
             levels = [self._replica.level_state(level, fragment) for level in range(len(self._strategy.levels))]
             due = [state.schedule.is_due(n, state.schedule_state) for state in levels]
             level = largest_due(due)
-            if level is None:
+            if level is None or not self._replica.fragments()[fragment]:
                 continue
             if fragment in self._state.pending:  # a delay that a changing period has overtaken
                 self._landing.land(self._state.pending.pop(fragment))
@@ -122,6 +122,8 @@ class RoundRunner:
     def run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
         started = time.perf_counter()
+        if number == len(self._strategy.levels) - 1:
+            self._replica.welcome(fragment)
         layout = self._replica.layout(fragment)
         if not self._is_admitted(fragment, layout, started):
             return None
@@ -168,7 +170,7 @@ class RoundRunner:
         state, plan = self._replica.level_state(number, fragment), group.plan
         state.fit(layout, group)
         if plan.regroups:
-            state.refit(group.transport)
+            state.refit(group)
         restarts = bool(delay) and self._strategy.restarts(number)
         if restarts and plan.outer.needs_own and not state.rounds:
             self._landing.take_first_step(number, fragment, layout, len(group.transport.members))

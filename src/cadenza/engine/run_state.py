@@ -60,8 +60,9 @@ class RunState:
         clock: How many steps were counted, warm-up included.
         levels: What each level remembers of each fragment.
         pending: The round in flight of each fragment.
-        known: Parameters that have one history on all ranks.
-        fragment_count: The fragments, as of the last look at the model.
+        fragments: The fragment of each parameter that was ever seen to take part; it keeps it for good.
+        known: Those of them that have one history on all ranks.
+        fragment_count: How many fragments there are.
         counts: Samples, and when all last met.
         gradients_averaged: Whether the gradients of the coming step were averaged.
         phase: Which attempt at the last round is under way; 0 before that.
@@ -71,6 +72,7 @@ class RunState:
     clock: int = 0
     levels: dict[tuple[int, int], LevelState] = field(default_factory=dict)
     pending: dict[int, PendingRound] = field(default_factory=dict)
+    fragments: dict[str, int] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     fragment_count: int = 0
     counts: Counts = field(default_factory=Counts)

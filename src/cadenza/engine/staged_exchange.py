@@ -15,7 +15,7 @@ from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.participants.level_group import Stage
 from cadenza.transports import Lane, Transport
 
-__all__ = ["exchange_staged", "stage_part"]
+__all__ = ["exchange_staged", "spread_part", "stage_part"]
 
 
 def exchange_staged(
@@ -40,6 +40,15 @@ def exchange_staged(
 def stage_part(values: torch.Tensor, stage: Stage) -> torch.Tensor:
     """Return memory like the part of the values that this member exchanges across."""
     return values.new_empty(sum(row for _, row in plain_rows(values, stage.inside)))
+
+
+def spread_part(part: torch.Tensor, values: torch.Tensor, stage: Stage) -> torch.Tensor:
+    """Return the part that this member exchanges across, at its places among zeros."""
+    found = torch.zeros_like(values)
+    rows = list(plain_rows(values, stage.inside))
+    for (start, row), piece in zip(rows, part.split([row for _, row in rows]), strict=True):
+        put(found, start + stage.inside.position * row, piece)
+    return found
 
 
 def _reduce_scatter(

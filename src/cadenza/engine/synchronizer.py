@@ -123,6 +123,7 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
+        self._check_values()
         counts = self._state.counts
         if samples is None and self.strategy.weighting.needs_samples and not counts.exhausted:
             raise ValueError(
@@ -235,6 +236,20 @@ class Synchronizer:
         self._check_open()
         return loading.prepare(self.replica, saved, worker=worker)
 
+    def restart(self) -> None:
+        """Take the model's values for a new start: after values were loaded, all ranks call this.
+
+        All ranks go on from the first one's values. Anchors are taken anew, outer updates and error feedback forget
+        what was before; the clock and the schedules go on. To resume a run, use `cadenza.checkpoint` instead.
+        """
+        self._check_open()
+        if not self._participants.always_together:
+            raise CadenzaError(
+                "Under skip_round and shrink a worker takes the state of the others; load the model's values on all "
+                "workers before attach()."
+            )
+        self.replica.restart()
+
     def close(self) -> None:
         """Let go of threads, hooks and groups without any collective; parameters stay as they are."""
         if not self._open:
@@ -242,6 +257,7 @@ class Synchronizer:
         self._open = False
         for undo in self._undo_hooks:
             undo()
+        self.replica.rewrites.close()
         self._rounds.close()
         self._participants.close()
 
@@ -304,8 +320,20 @@ class Synchronizer:
         if scaler is not None:
             self._undo_hooks.append(hook_scaler(scaler, tick))
         else:
-            average = self.average_gradients if self._averages_gradients_itself else None
+            average = self._warm_up.average_gradients if self._averages_gradients_itself else None
             self._undo_hooks += hook_optimizer(self.replica.view.optimizers, tick, average)
+
+    def _check_values(self) -> None:
+        """Refuse to go on from values that were loaded after `attach`: the next round would take them for progress."""
+        rewrites = self.replica.rewrites
+        rewrites.expected = False
+        if rewrites.found and self.replica.has_history:
+            raise CadenzaError(
+                "The model's values were replaced by load_state_dict() after attach(), and the anchors, from which "
+                "rounds count progress, were not. Load values before attach(); resume with cadenza.checkpoint.load() "
+                "or sync.load_state_dict() beside the model's; or call sync.restart() on all ranks to start anew from the "
+                "loaded values."
+            )
 
     def _tick(self) -> None:
         if self._open:
