@@ -67,14 +67,13 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, atomic, exhausted, faulty, step, digest, weight, norm2, speed, steps, lr_mark = _LAYOUT.unpack(
-            data
-        )
+        magic, able, atomic, exhausted, faulty, step, digest, *figures = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
+        weight, norm2, speed, steps, lr_mark = figures
         return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark)
 
 

@@ -171,8 +171,8 @@ class ModelView:
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 raise UnsupportedModelError(
                     f"Optimizer {number} ({type(optimizer).__name__}) holds none of the model's parameters, so it "
-                    "trains something else. Make it of model.parameters() after the model has its final form: fully_shard(), "
-                    "to() and others may replace parameters."
+                    "trains something else. Make it of model.parameters() after the model has its final form: "
+                    "fully_shard(), to() and others may replace parameters."
                 )
 
     def refuse_ddp_elsewhere(self, ranks: Collection[int]) -> None:

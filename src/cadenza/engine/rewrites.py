@@ -54,6 +54,11 @@ class ModelRewrites:
         """Take the values as they are, also those that are loaded before training goes on."""
         self.found, self.expected = False, True
 
+    def was_rewritten(self) -> bool:
+        """Say whether values were replaced since training last went on, as it does now."""
+        found, self.found, self.expected = self.found, False, False
+        return found
+
     def close(self) -> None:
         """Watch no more."""
         for handle in self._handles:

@@ -325,14 +325,12 @@ class Synchronizer:
 
     def _check_values(self) -> None:
         """Refuse to go on from values that were loaded after `attach`: the next round would take them for progress."""
-        rewrites = self.replica.rewrites
-        rewrites.expected = False
-        if rewrites.found and self.replica.has_history:
+        if self.replica.rewrites.was_rewritten() and self.replica.has_history:
             raise CadenzaError(
                 "The model's values were replaced by load_state_dict() after attach(), and the anchors, from which "
                 "rounds count progress, were not. Load values before attach(); resume with cadenza.checkpoint.load() "
-                "or sync.load_state_dict() beside the model's; or call sync.restart() on all ranks to start anew from the "
-                "loaded values."
+                "or sync.load_state_dict() beside the model's; or call sync.restart() on all ranks to start anew from "
+                "the loaded values."
             )
 
     def _tick(self) -> None:

@@ -261,7 +261,7 @@ def test_slowmo_takes_one_learning_rate_where_ranks_differ() -> None:
     assert_alike(shared)
 
 
-# ---- values that were replaced, optimizers of something else ------------------------------------------------------
+# ---- values that were replaced, optimizers of something else -----------------------------------------------------
 
 
 def loaded(worker: Worker, strategy: Strategy, mend: Callable[[cadenza.Synchronizer], None]) -> dict[str, torch.Tensor]:
