@@ -12,7 +12,6 @@ from cadenza.common.process_groups import resolve
 from cadenza.engine.model_view import ModelView
 from cadenza.engine.preflight import compare
 from cadenza.engine.synchronizer import Synchronizer
-from cadenza.faults import Shrink, SkipRound
 from cadenza.observers import Observer
 from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
@@ -110,7 +109,6 @@ def _elastic(
             f"{named[0]} belongs to faults=raise_error(): under skip_round and shrink workers come and go, and meet "
             "through membership=cadenza.join(…)."
         )
-    assert isinstance(strategy.faults, SkipRound | Shrink)
     terms = "; ".join([*_terms(strategy), *view.describe()])
     return ElasticParticipants(membership or join(), strategy.faults, strategy.levels[0], terms)
 
