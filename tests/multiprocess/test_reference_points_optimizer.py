@@ -25,7 +25,7 @@ from support.compare import assert_same_on_ranks, same_bits, values_of, warned
 from support.ranks import RankPool, outcome
 from support.sides import OURS, TORCH, Side
 
-BOTH = pytest.mark.parametrize("side", [TORCH, OURS], ids=str)
+BOTH = pytest.mark.parametrize("side", [TORCH, OURS])
 
 
 def layer_of_rank() -> nn.Linear:

@@ -86,7 +86,6 @@ def test_groups_that_make_sense(groups: Any) -> None:
         ({"schedule": 4, "delay": 1.0}, TypeError),
         ({"schedule": cadenza.schedules.Every}, TypeError),
     ],
-    ids=str,
 )
 def test_levels_that_make_no_sense_are_refused(options: dict[str, Any], error: Any) -> None:
     with pytest.raises(error):
