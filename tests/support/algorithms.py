@@ -175,6 +175,20 @@ def slowmo(workers: Workers, steps: int, *, period: int, alpha: float, beta: flo
     return [*history, workers.snapshot()]
 
 
+class Nesterov:
+    """Torch's SGD with Nesterov momentum, each product rounded before it is added, as without fused ones."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
+        self._parameters, self._lr, self._momentum = parameters, lr, momentum
+        self._momenta = [torch.zeros_like(parameter) for parameter in parameters]
+
+    def step(self) -> None:
+        for parameter, m in zip(self._parameters, self._momenta, strict=True):
+            assert parameter.grad is not None
+            m.copy_(m * self._momentum + parameter.grad)
+            parameter -= (parameter.grad + m * self._momentum) * self._lr
+
+
 def diloco(workers: Workers, steps: int, *, period: int, lr: float = 0.7, momentum: float = 0.9) -> History:
     """An outer step of Nesterov SGD on the mean difference from the anchor."""
     whole = [list(range(len(workers.parameters[0])))]
@@ -197,7 +211,7 @@ def streaming_diloco(
     count = len(fragments)
     turns = [(p + 1) * period // count % period for p in range(count)]
     anchors = [[workers.parameters[0][k].clone() for k in fragment] for fragment in fragments]
-    outers = [torch.optim.SGD(anchor, lr=lr, momentum=momentum, nesterov=True) for anchor in anchors]
+    outers = [Nesterov(anchor, lr, momentum) for anchor in anchors]
     flying: dict[int, tuple[int, list[torch.Tensor]]] = {}
     met_at = dict.fromkeys(range(count), 0)
 
@@ -271,7 +285,7 @@ def compressed_diloco(
     """DiLoCo whose differences are encoded, reduced by their owners and encoded once more, with error feedback."""
     history = []
     anchor = workers.snapshot()[0]
-    outer = torch.optim.SGD([anchor], lr=lr, momentum=momentum, nesterov=True)
+    outer = Nesterov([anchor], lr, momentum)
     reduction = EncodedMean(codec, len(workers), anchor.numel())
 
     def come_together() -> None:

@@ -75,7 +75,10 @@ class Codec(Protocol):
         ...
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
-        """Add `weight` times the values that were encoded into `data` to `out`."""
+        """Add `weight` times the values that were encoded into `data` to `out`, rounded alike on every machine.
+
+        So products are rounded before they are added: what torch adds with a factor is fused on some machines only.
+        """
         ...
 
 

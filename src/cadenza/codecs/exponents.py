@@ -106,12 +106,9 @@ class Exponents:
             )
             return
         for rows, codes, fine, scale_bytes in self._pieces(out, data):
-            levels, scales = _levels(codes).to(torch.float32), _scales(fine, read(scale_bytes, torch.float32) * weight)
-            if levels.shape == rows.shape:
-                _grouped(rows, fine).addcmul_(_grouped(levels, fine), scales)
-            else:
-                _grouped(levels, fine).mul_(scales)
-                rows.add_(levels[:, : rows.shape[1]])
+            levels = _levels(codes).to(torch.float32)
+            _grouped(levels, fine).mul_(_scales(fine, read(scale_bytes, torch.float32) * weight))
+            rows.add_(levels[:, : rows.shape[1]])
 
     def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut values, the bytes that they become, and those of their groups' and blocks' scales."""

@@ -78,7 +78,7 @@ class Floats:
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
         for part, part_data in self._pieces(out, data):
-            part.add_(read(part_data, self.dtype), alpha=weight)
+            part.add_(read(part_data, self.dtype).to(torch.float32) * weight)
 
     def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         size = piece_values(values.device)

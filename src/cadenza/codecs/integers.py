@@ -78,7 +78,7 @@ class Integers:
         scratch = None
         for rows, codes, scale_bytes in self._pieces(out, data):
             scratch = like(scratch, rows)
-            rows.addcmul_(scratch.copy_(codes), read(scale_bytes, torch.float32) * weight)
+            rows.add_(scratch.copy_(codes).mul_(read(scale_bytes, torch.float32) * weight))
 
     def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut values, their integers and the bytes of their scales."""

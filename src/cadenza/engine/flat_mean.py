@@ -11,10 +11,10 @@ from zlib import crc32
 import torch
 
 from cadenza.codecs import Codec, fp32
-from cadenza.common.norms import distance_squared
 from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.engine.header import HEADER_BYTES, Header
-from cadenza.engine.opening import Scales, abandoning, mean_over, open_round, text_of_first
+from cadenza.engine.measuring import Meter
+from cadenza.engine.opening import Scales, abandoning, open_round, text_of_first
 from cadenza.engine.round_result import RoundResult
 from cadenza.engine.staged_exchange import exchange_staged
 from cadenza.errors import NotFiniteError, RoundAbortedError, TransportError
@@ -34,18 +34,20 @@ class FlatRound:
         residuals: What encoding has lost so far, where it is fed back. They change in place or, in an atomic round,
             only when they are committed.
         scales: What each contribution counts.
-        origins: Copies of the values, if the members' mean squared distance from the mean is to be measured.
         exact: More flat values, averaged as they are, all members alike.
         inner_lrs: The learning rates that the outer update uses; the first member's, should members differ.
+        meter: Measures what is to be known of the round.
+        make_equal: Called before anything is sent, on all members, if their anchors are not the same bits.
     """
 
     values: Sequence[torch.Tensor]
     codecs: Sequence[Codec]
     scales: Scales
     residuals: Sequence[Residual] | None = None
-    origins: Sequence[torch.Tensor] | None = None
     exact: Sequence[torch.Tensor] = ()
     inner_lrs: dict[str, float] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
+    make_equal: Callable[[], None] | None = None
 
     @property
     def lr_mark(self) -> int:
@@ -80,6 +82,9 @@ def average_flat(
         try:
             if len({header.lr_mark for header in headers}) > 1:
                 work.inner_lrs = json.loads(text_of_first(transport, json.dumps(work.inner_lrs)))
+            if work.make_equal is not None and len({header.anchor for header in headers}) > 1:
+                work.make_equal()
+            work.meter.begin(work.values)
             _exchange(work, group, header, result)
         except TransportError as error:
             raise RoundAbortedError(
@@ -99,9 +104,8 @@ def _exchange(work: FlatRound, group: LevelGroup, header: Header, result: RoundR
         result.exchanged.add(_mean(flat, group, work.codecs[i], result.weights, residual))
     for flat in work.exact:
         result.exchanged.add(exchange_mean(flat, transport, fp32(), weights=_equal(transport)))
-    if work.origins is not None:
-        pairs = zip(work.values, work.origins, strict=True)
-        result.spread2 = mean_over(transport, sum(distance_squared(flat, was) for flat, was in pairs), result.weights)
+    result.measured, sent = work.meter.end(work.values, transport, result.headers, result.weights)
+    result.exchanged.bytes_sent += sent
 
 
 def _mean(

@@ -16,8 +16,8 @@ from cadenza.errors import DisagreementError
 
 __all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
-HEADER_BYTES = 64
-_LAYOUT = struct.Struct("<4s????q16sdddII")
+HEADER_BYTES = 72
+_LAYOUT = struct.Struct("<4s????q16sdddIIQ")
 _MAGIC = b"CDZ1"
 
 
@@ -25,7 +25,9 @@ _MAGIC = b"CDZ1"
 class Header:
     """What a member is about to do, at which step and with what, and what the others need to know of it.
 
-    `lr_mark` tells apart members whose inner learning rates differ, where the outer update uses them.
+    `lr_mark` tells apart members whose inner learning rates differ, where the outer update uses them. `anchor` is the
+    checksum of the anchor from which its differences are taken, where that must be the same bits on all members, and 0
+    elsewhere.
 
     >>> header = Header(step=7, digest=bytes(16), able=True, weight=2.0)
     >>> Header.unpack(header.pack()) == header
@@ -43,6 +45,7 @@ class Header:
     steps: int = 0
     faulty: bool = False
     lr_mark: int = 0
+    anchor: int = 0
 
     @property
     def intent(self) -> tuple[int, bytes, bool, bool]:
@@ -63,6 +66,7 @@ class Header:
             self.speed,
             self.steps,
             self.lr_mark,
+            self.anchor,
         )
 
     @classmethod
@@ -73,8 +77,8 @@ class Header:
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        weight, norm2, speed, steps, lr_mark = figures
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark)
+        weight, norm2, speed, steps, lr_mark, anchor = figures
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark, anchor)
 
 
 def mark(digest: bytes, level: int, fragment: int) -> bytes:

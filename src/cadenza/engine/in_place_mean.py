@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from cadenza.common.sketches import Sketch
 from cadenza.engine.cutting import pipeline
 from cadenza.engine.exchange import Exchanged
 from cadenza.engine.header import HEADER_BYTES, Header
-from cadenza.engine.opening import Scales, abandoning, mean_over, open_round, unsent
+from cadenza.engine.measuring import Measured, share
+from cadenza.engine.opening import Scales, abandoning, open_round, unsent
 from cadenza.engine.packing import Bucket, Fragment
 from cadenza.engine.round_result import RoundResult
 from cadenza.errors import (
@@ -80,7 +82,7 @@ def average_in_place(
         size = _bytes(fragment.buckets(transport.capacity))
         return _result([header], scales, transport, Exchanged(0, size, size))
     started = time.perf_counter()
-    work = _Pipeline(fragment, transport)
+    work = _Pipeline(fragment, transport, spread=spread)
     with abandoning(transport):
         headers = open_round(
             transport,
@@ -91,16 +93,20 @@ def average_in_place(
         )
     _check_content(fragment)
     result = _result(headers, scales, transport, Exchanged())
-    work.scale = result.weights[transport.position] * len(headers)
+    work.scales = [weight * len(headers) for weight in result.weights]
     with abandoning(transport):
         if header.atomic:
             _land_together(work, transport, header.step, number)
         else:
-            spread2 = _land_one_by_one(work, header.step, spread)
-            result.spread2 = mean_over(transport, spread2, result.weights) if spread else 0.0
+            spread2 = _land_one_by_one(work, header.step)
     size = _bytes(work.buckets)
     result.exchanged = Exchanged(2 * (len(headers) - 1) * size // len(headers), size, size)
     result.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
+    if spread:
+        own = Measured(spread2, size2=0.0 if transport.position else fragment.norm2())
+        with abandoning(transport):
+            result.measured, sent = share(transport, own, result.weights, work.sketch)
+        result.exchanged.bytes_sent += sent
     result.wire_s = time.perf_counter() - started
     return result
 
@@ -114,12 +120,14 @@ def _result(headers: list[Header], scales: Scales, transport: Transport, exchang
 class _Pipeline:
     """The buckets of a fragment on their way through the transport's lanes: pack and launch, combine, land."""
 
-    def __init__(self, fragment: Fragment, transport: Transport) -> None:
+    def __init__(self, fragment: Fragment, transport: Transport, *, spread: bool) -> None:
         self._fragment = fragment
         self._transport = transport
         self.buckets: list[Bucket] = []
         self._stations: list[Lane] = []
-        self.scale = 1.0
+        self.spread = spread
+        self.sketch: Sketch | None = None
+        self.scales = [1.0] * len(transport.members)
         self.landed = 0
         self._packed = 0
 
@@ -132,7 +140,7 @@ class _Pipeline:
 
     def run(self, land: Callable[[int, torch.Tensor], object]) -> None:
         """Take every bucket through its stages; `land` gets its number and the mean of its values."""
-        if self.scale != 1 and any(bucket.dtype.itemsize <= 2 for bucket in self.buckets):
+        if any(scale != 1 for scale in self.scales) and self._narrow:
             self._cut(widen=True)  # weights are not lost in 16 bits
 
         def launch(number: int, lane: Lane) -> None:
@@ -147,6 +155,8 @@ class _Pipeline:
 
     def _cut(self, *, widen: bool) -> None:
         self.buckets = self._fragment.buckets(self._transport.capacity, widen=widen)
+        # The mean of 16-bit values is rounded by as much as workers may be apart, and distances from it have that in.
+        self.sketch = Sketch() if self.spread and self._narrow else None
         self._stations = [_station(bucket, i, self._transport) for i, bucket in enumerate(self.buckets)]
         self._packed = 0
 
@@ -156,8 +166,14 @@ class _Pipeline:
             self._memory = self._stations[number].outgoing(bucket.numel, bucket.dtype)
             bucket.pack(self._memory)
             self._packed += 1
-        if self.scale != 1:
-            self._memory.mul_(self.scale)
+            if self.sketch is not None:
+                self.sketch.add(self._memory)
+        if (scale := self.scales[self._transport.position]) != 1:
+            self._memory.mul_(scale)
+
+    @property
+    def _narrow(self) -> bool:
+        return any(bucket.dtype.itemsize <= 2 for bucket in self.buckets)
 
 
 def _bytes(buckets: Sequence[Bucket]) -> int:
@@ -180,11 +196,11 @@ def _check_content(fragment: Fragment) -> None:
         raise NothingToAverageError(_NO_GRADIENT.format(fragment.given))
 
 
-def _land_one_by_one(work: _Pipeline, step: int, spread: bool) -> float:
+def _land_one_by_one(work: _Pipeline, step: int) -> float:
     distances: list[torch.Tensor] = []
 
     def land(number: int, mean: torch.Tensor) -> None:
-        if spread:
+        if work.spread and work.sketch is None:
             distances.append(work.buckets[number].distance2(mean))
         work.buckets[number].unpack(mean)
 

@@ -91,7 +91,7 @@ class Landing:
         """Bring what depends on the parameters up to date: inner anchors, buffers, optimizer state, counts."""
         number, fragment, state = pending.level, pending.fragment, self._state
         level_state = self._replica.level_state(number, fragment)
-        level_state.rounds += 1
+        level_state.note_round(result.headers)
         level_state.weighting_state = dict(result.weighed.state)
         self._move_inner_anchors(pending, landed)
         self._average_more(pending, group)

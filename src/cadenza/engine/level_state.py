@@ -6,6 +6,7 @@ parameters of the fragment change.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -13,13 +14,15 @@ from typing import Any, cast
 import torch
 
 from cadenza.codecs import Codec, ShapedCodec
-from cadenza.common.norms import norm_squared
+from cadenza.common.checksums import checksum
 from cadenza.engine.exchange import Residual
+from cadenza.engine.header import Header
 from cadenza.engine.layout import Layout
 from cadenza.engine.staged_exchange import spread_part, stage_part
 from cadenza.participants.level_group import LevelGroup
 from cadenza.schedules import Schedule
 from cadenza.strategy import LevelPlan
+from cadenza.transports import Transport
 from cadenza.weighting import Weighting
 
 __all__ = ["LevelState", "OuterInputs"]
@@ -36,6 +39,7 @@ class OuterInputs:
         now: This worker's difference at the landing.
         anchor_means: The mean of the members' anchors.
         members: How many have taken part.
+        mean2: The squared norm of the mean difference, the same number on all members; only where it is clipped.
     """
 
     def __init__(
@@ -43,12 +47,13 @@ class OuterInputs:
         inner_lrs: Mapping[str, float],
         *,
         members: int,
+        mean2: float = 0.0,
         own: Sequence[torch.Tensor] = (),
         now: Sequence[torch.Tensor] = (),
         anchor_means: Sequence[torch.Tensor] = (),
     ) -> None:
         self.inner_lrs = inner_lrs
-        self.members = members
+        self.members, self.mean2 = members, mean2
         self.own, self.now, self.anchor_means = own, now or own, anchor_means
 
     def of(self, strip: int, where: slice = slice(None)) -> dict[str, Any]:
@@ -86,6 +91,8 @@ class LevelState:
         self.residuals: list[Residual] | None = None
         self.carried: list[torch.Tensor] | None = None
         self.codecs: list[Codec] = []
+        self.warned = False  # that anchors were not the same
+        self._history = ""
         self._layout: Layout | None = None
         self._group: LevelGroup | None = None
 
@@ -186,6 +193,24 @@ class LevelState:
             for anchor, flat in zip(self.anchors, landed, strict=True):
                 anchor.copy_(flat)
 
+    @torch.no_grad()
+    def take_from(self, transport: Transport, *, source: int) -> list[torch.Tensor]:
+        """Take anchors and outer state from one of the members; return by how much the anchors have moved."""
+        tensors = [*self.anchors, *(tensor for state in self.outer_states for tensor in state.values())]
+        fresh = [tensor.clone() for tensor in tensors]
+        for tensor in fresh:
+            transport.broadcast(tensor, source)
+        moved = [new - old for new, old in zip(fresh, self.anchors, strict=False)]
+        for tensor, new in zip(tensors, fresh, strict=True):  # all at once: a broadcast may fail
+            tensor.copy_(new)
+        return moved
+
+    def note_round(self, headers: Sequence[Header]) -> None:
+        """Count a round that has landed."""
+        self.rounds += 1
+        told = b"".join(header.pack() for header in headers)
+        self._history = hashlib.blake2b(self._history.encode() + told, digest_size=8).hexdigest()
+
     def progress(self, layout: Layout) -> list[torch.Tensor]:
         """Return how far the parameters are from their anchor now, as differences are sent: anchor − value."""
         return [start.sub(flat) for start, flat in zip(layout.as_written(self.anchors), layout.pack(), strict=True)]
@@ -200,7 +225,7 @@ class LevelState:
         """Make the new anchor of the mean difference."""
         assert self._layout is not None
         outer = self.plan.outer
-        _clip(deltas, outer.clip)
+        _clip(deltas, outer.clip, inputs.mean2)
         for i, (anchor, delta) in enumerate(zip(self.anchors, deltas, strict=True)):
             if not outer.needs_inner_lr:
                 outer.update(anchor, delta, self.outer_states[i], rounds=self.rounds, **inputs.of(i))
@@ -228,12 +253,13 @@ class LevelState:
 
     def facts(self) -> dict[str, Any]:
         """Return what is remembered besides tensors, as JSON can hold it."""
-        return {"schedule": self.schedule_state, "weighting": self.weighting_state, "rounds": self.rounds}
+        facts = {"schedule": self.schedule_state, "weighting": self.weighting_state, "rounds": self.rounds}
+        return {**facts, "history": self._history or f"{checksum(*self.anchors):x}"}
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Take what `facts` gave."""
         self.schedule_state, self.weighting_state = dict(facts["schedule"]), dict(facts["weighting"])
-        self.rounds = facts["rounds"]
+        self.rounds, self._history = facts["rounds"], facts["history"]
 
     def shared_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is the same on all members, by key: anchors and outer state."""
@@ -294,13 +320,10 @@ class LevelState:
                     target.copy_(value)
 
 
-def _clip(deltas: Sequence[torch.Tensor], limit: float | None) -> None:
-    if limit is None:
-        return
-    norm = math.sqrt(norm_squared(*deltas))
-    if norm > limit:
+def _clip(deltas: Sequence[torch.Tensor], limit: float | None, norm2: float) -> None:
+    if limit is not None and math.sqrt(norm2) > limit:
         for delta in deltas:
-            delta.mul_(limit / norm)
+            delta.mul_(limit / math.sqrt(norm2))
 
 
 def _added(one: list[torch.Tensor] | None, other: list[torch.Tensor]) -> list[torch.Tensor]:

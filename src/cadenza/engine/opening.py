@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,7 +19,7 @@ from cadenza.errors import (
 from cadenza.transports import Transport
 from cadenza.weighting import State, Weighed, Weighting, uniform
 
-__all__ = ["Scales", "abandoning", "mean_over", "open_round", "text_of_first", "unsent"]
+__all__ = ["Scales", "abandoning", "open_round", "text_of_first", "unsent"]
 
 
 def open_round(
@@ -87,15 +86,6 @@ def text_of_first(transport: Transport, text: str) -> str:
     longest = max(int.from_bytes(size, "little") for size in sizes)
     first = transport.exchange(mine.ljust(longest))()[0]
     return first[: int.from_bytes(sizes[0], "little")].decode()
-
-
-def mean_over(transport: Transport, number: float, weights: Sequence[float]) -> float:
-    """Return the weighted mean of a number over the members: the same on all of them."""
-    if len(transport.members) == 1:
-        return number
-    theirs = transport.exchange(struct.pack("<d", number))()
-    numbers: list[float] = [struct.unpack("<d", data)[0] for data in theirs]
-    return sum(weight * number for weight, number in zip(weights, numbers, strict=True))
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class PendingRound:
             self._move(self.origins, landed)
         elif self.alpha:
             for now, value in self.layout.pieces(landed):
-                now.copy_(now.to(value).lerp(value, 1 - self.alpha))
+                now.copy_((now.to(value) * self.alpha).add_(value * (1 - self.alpha)))
         else:
             self.layout.unpack(landed)
 

@@ -7,18 +7,20 @@ flight, and nobody else reads the anchor before that has landed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from cadenza.common.checksums import checksum
 from cadenza.common.norms import difference, norm_squared
-from cadenza.engine.drift import drift_of_differences, drift_of_values
 from cadenza.engine.finiteness import problem_of
 from cadenza.engine.flat_mean import FlatRound, average_flat
 from cadenza.engine.header import Header
 from cadenza.engine.layout import SpareMemory
 from cadenza.engine.level_state import LevelState, OuterInputs
+from cadenza.engine.measuring import Meter
 from cadenza.engine.opening import Scales
 from cadenza.engine.pending import PendingRound
 from cadenza.engine.round_result import RoundResult
@@ -26,6 +28,13 @@ from cadenza.participants.base import FailedRound, Participants
 from cadenza.participants.level_group import LevelGroup
 
 __all__ = ["Resolver", "take_outer_step"]
+
+_logger = logging.getLogger("cadenza")
+_UNEQUAL = (
+    "%s, fragment %d: the workers' anchors were not the same to the last bit at step %d, so all have taken that of "
+    "worker %d, and will wherever it happens again. Machines of unlike kinds round differently in an optimizer of "
+    "torch as the outer update; cadenza.outer.nesterov, sgd and slowmo round alike on all, and spare you the bytes."
+)
 
 
 @dataclass
@@ -67,14 +76,22 @@ class Resolver:
             self.state.codecs,
             self.scales,
             residuals=self.state.residuals,
-            origins=origins if spread else None,
             exact=pending.anchor_means,
             inner_lrs=pending.inner_lrs,
+            meter=Meter(
+                self.measures_drift,
+                plan.outer.clip is not None,
+                plan.codec.exact,
+                anchors=self.state.anchors if anchored else None,
+                origins=origins if spread else None,
+            ),
+            make_equal=self._make_anchors_equal,
         )
-        told = replace(self.header, norm2=norm2, atomic=self.participants.atomic)
+        header, problem = self._checked(replace(self.header, norm2=norm2, atomic=self.participants.atomic), norm2)
         if plan.outer.needs_inner_lr:
-            told = replace(told, lr_mark=work.lr_mark)
-        header, problem = self._checked(told, norm2)
+            header = replace(header, lr_mark=work.lr_mark)
+        if anchored and self.group.agrees and not self.group.alone:
+            header = replace(header, anchor=checksum(*self.state.anchors))
         describe = pending.layout.fragment.describe
         result = self.participants.agree(
             pending.id, lambda: average_flat(work, self.group, header, problem=problem, describe=describe)
@@ -122,12 +139,20 @@ class Resolver:
         slices = self.pending.layout.slices(self.pending.values)
         return next((f"parameter {name}" for name, part in slices if not part.isfinite().all()), None)
 
+    def _make_anchors_equal(self) -> None:
+        """Take the first member's anchor, as the others do: they were not the same bits."""
+        pending, transport = self.pending, self.group.transport
+        moved = self.state.take_from(transport, source=0)
+        for flat, step in zip(pending.values, moved, strict=True):
+            flat.add_(step)
+        if not self.state.warned:
+            self.state.warned = True
+            _logger.warning(_UNEQUAL, self.group.name, pending.fragment, pending.step, transport.members[0])
+
     def _finish(self, result: RoundResult) -> None:
         pending, plan = self.pending, self.group.plan
-        if self.measures_drift and plan.anchored:
-            pending.drift = drift_of_differences(result, self.state.anchors, pending.values)
-        elif self.measures_drift:
-            pending.drift = drift_of_values(result, pending.values)
+        if self.measures_drift:
+            pending.drift = result.measured.drift
         if plan.anchored and not pending.restarts:
             take_outer_step(pending, self.state, result)
             self.spare.give_back(pending.values)
@@ -147,6 +172,7 @@ def take_outer_step(
     inputs = OuterInputs(
         pending.inner_lrs,
         members=len(result.members),
+        mean2=result.measured.mean2,
         own=pending.own,
         now=now,
         anchor_means=pending.anchor_means,

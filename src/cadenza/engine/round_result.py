@@ -7,6 +7,7 @@ from typing import Any
 
 from cadenza.engine.exchange import Exchanged
 from cadenza.engine.header import Header
+from cadenza.engine.measuring import Measured
 from cadenza.weighting import Weighed
 
 __all__ = ["RoundResult"]
@@ -22,7 +23,7 @@ class RoundResult:
         weights: The factors on their contributions, steps made up for.
         exchanged: What the exchange cost and lost.
         wire_s: How long it took.
-        spread2: The members' mean squared distance from the mean, where it was measured on values.
+        measured: What was measured of it, the same numbers on all members.
         members: The members' numbers.
         position: Which of them this worker is.
     """
@@ -32,7 +33,7 @@ class RoundResult:
     weights: list[float]
     exchanged: Exchanged = field(default_factory=Exchanged)
     wire_s: float = 0.0
-    spread2: float = 0.0
+    measured: Measured = field(default_factory=Measured)
     members: tuple[int, ...] = ()
     position: int = 0
 
@@ -60,7 +61,7 @@ class RoundResult:
             "weights": self.weights,
             "exchanged": asdict(self.exchanged),
             "wire_s": self.wire_s,
-            "spread2": self.spread2,
+            "measured": asdict(self.measured),
             "members": self.members,
             "position": self.position,
         }
@@ -75,7 +76,7 @@ class RoundResult:
             facts["weights"],
             Exchanged(**facts["exchanged"]),
             facts["wire_s"],
-            facts["spread2"],
+            Measured(**facts["measured"]),
             tuple(facts["members"]),
             facts["position"],
         )

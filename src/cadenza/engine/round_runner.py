@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from cadenza.codecs import fp32
-from cadenza.engine.drift import drift
+from cadenza.common.checksums import checksum
 from cadenza.engine.finiteness import problem_of
 from cadenza.engine.header import Header, mark
 from cadenza.engine.in_place_mean import average_in_place
@@ -110,6 +110,18 @@ class RoundRunner:
         plan = replace(outermost.plan, groups="all", codec=fp32(), outer=mean(), keep_anchor=False)
         everybody = LevelGroup(plan, outermost.name, outermost.transport)
         self._average_now(number, fragment, everybody, self._replica.layout(fragment), Scales())
+
+    def make_equal(self) -> None:
+        """Give all workers the first one's bits, should an outer update have rounded differently in the last round."""
+        outermost = self._participants.levels[-1]
+        if not (outermost.plan.anchored and outermost.agrees) or outermost.alone:
+            return
+        for fragment in range(self._state.fragment_count):
+            state = self._replica.level_state(len(self._strategy.levels) - 1, fragment)
+            own = checksum(*state.anchors).to_bytes(8, "little")
+            if len(set(outermost.transport.exchange(own)())) > 1:
+                state.take_from(outermost.transport, source=0)
+                self._replica.layout(fragment).unpack(state.anchors)
 
     def close(self) -> None:
         """Let go of the thread and of rounds in flight."""
@@ -225,7 +237,7 @@ class RoundRunner:
         id = RoundId(self._state.clock, self._state.phase, fragment)
         pending = PendingRound(id, number, self._state.clock, layout, samples=self._state.counts.samples)
         self._landing.bring_up_to_date(pending, layout, result, group)
-        pending.drift = drift(result.spread2, tensors.norm2()) if spread else None
+        pending.drift = result.measured.drift if spread else None
         pending.stall_s = time.perf_counter() - started
         self._reporter.landed(pending, result, group, self._state.clock)
         return pending.drift

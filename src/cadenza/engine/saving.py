@@ -32,7 +32,7 @@ __all__ = ["FORMAT", "State", "collect", "describe_parameters", "local", "name_o
 
 State: TypeAlias = dict[str, torch.Tensor | str]
 
-FORMAT = 2
+FORMAT = 3
 
 
 def state_dict(replica: Replica) -> State:

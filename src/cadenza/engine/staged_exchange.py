@@ -72,7 +72,7 @@ def _reduce_scatter(
         received = lane.scattered().view(values.dtype)
         torch.mul(received[0], weights[0], out=parts[item])
         for member in range(1, members):
-            parts[item].add_(received[member], alpha=weights[member])
+            parts[item].add_(received[member] * weights[member])
 
     pipeline(in_turn(len(rows), transport, values.device), send, reduce)
     transport.exchange(b"\0")()  # nobody packs anew before all have used what they got

@@ -286,6 +286,8 @@ class Synchronizer:
         for phase in self._participants.last_phases:
             self._participants.prepare_last_round()
             if self._rounds.run_last(range(len(self.replica.fragments())), phase):
+                if self._participants.always_together:
+                    self._rounds.make_equal()
                 self._participants.end(together=True)
                 return
         self._participants.end(together=False)

@@ -2,7 +2,14 @@
 
 Every worker starts a period from the same anchor. A round gives the mean of what the workers moved, delta = anchor −
 mean, and an outer update makes of the two the anchor from which all go on. It runs in place, element by element, on
-flat tensors, so it is the same to the bit on all ranks and for shards as for the whole.
+flat tensors, so it is the same for shards as for the whole.
+
+**The same bits on unlike machines.** Every worker makes the new anchor by itself, and all must come to the same bits,
+whatever their processors. +, −, ×, ÷ and √ of torch round alike everywhere. What multiplies and adds at once
+(`add_(x, alpha=a)`, `lerp_`, `addcmul_`) rounds once where the processor has such an instruction and twice
+where it has none: so the updates here write products down before they add them. Sums over elements depend on the number
+of threads: an update that needs a norm asks for `clip`, which one member measures for all. The optimizers of torch fuse
+where they can. Where that tells machines apart, the next round makes the anchors one again: docs/decisions/0009.
 
 >>> import torch
 >>> anchor, moved = torch.tensor([1.0]), torch.tensor([0.5])

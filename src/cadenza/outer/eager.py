@@ -54,7 +54,7 @@ class Eager:
                 "and members=, as the engine does where an outer update says needs_own."
             )
         for part, fresh, sent in zip(in_cache(delta), in_cache(now), in_cache(own), strict=True):
-            part.add_(fresh - sent, alpha=1 / members)
+            part.add_((fresh - sent).mul_(1 / members))
         self._step.update(anchor, delta, state, rounds=rounds)
 
     @property

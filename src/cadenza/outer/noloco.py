@@ -53,7 +53,7 @@ class NoLoCo:
             raise ValueError("NoLoCo pulls anchors towards their mean, so update() needs anchor_mean; got None.")
         parts = zip(*(in_cache(flat) for flat in (anchor, delta, state["momentum"], anchor_mean)), strict=True)
         for part, step, momentum, mean in parts:
-            momentum.mul_(self.momentum).add_(step, alpha=self.lr).add_(part - mean, alpha=self.pull)
+            momentum.mul_(self.momentum).add_(step.mul_(self.lr)).add_((part - mean).mul_(self.pull))
             part.sub_(momentum)
 
 

@@ -39,7 +39,7 @@ class Sgd:
     def init(self, anchor: torch.Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
 
-    # The operations of torch.optim.SGD in their order, so that the two agree to the bit; none makes a temporary.
+    # torch.optim.SGD in its order, but each product is rounded before it is added: see `cadenza.outer`.
     def update(
         self,
         anchor: torch.Tensor,
@@ -58,8 +58,8 @@ class Sgd:
         for part, step, momentum in zip_longest(in_cache(anchor), in_cache(delta), momenta):
             if momentum is not None:
                 momentum.mul_(self.momentum).add_(step)
-                step = step.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
-            part.add_(step, alpha=factor)
+                step = step.add_(momentum * self.momentum) if self.nesterov else step.copy_(momentum)
+            part.add_(step.mul_(factor))
 
 
 def nesterov(

@@ -55,7 +55,7 @@ class Sign:
         step = self.lr * inner_lr
         if self.weight_decay:
             anchor.mul_(1 - step * self.weight_decay)
-        anchor.add_(delta.sign_(), alpha=-step)
+        anchor.sub_(delta.sign_().mul_(step))
 
 
 def sign(lr: float = 1.0, *, weight_decay: float = 0.0) -> Sign:

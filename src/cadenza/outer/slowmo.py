@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from cadenza.common.checks import as_fraction, as_positive
+from cadenza.common.norms import in_cache
 from cadenza.outer.base import State
 
 __all__ = ["SlowMo", "slowmo"]
@@ -55,8 +56,10 @@ class SlowMo:
         if inner_lr == 0:  # nothing moved by this learning rate, so there is nothing to scale by it
             anchor.sub_(delta)
             return
-        momentum = state["momentum"].mul_(self.beta).add_(delta.div_(inner_lr))
-        anchor.add_(momentum, alpha=-self.alpha * inner_lr)
+        parts = zip(in_cache(anchor), in_cache(delta), in_cache(state["momentum"]), strict=True)
+        for part, step, momentum in parts:
+            momentum.mul_(self.beta).add_(step.div_(inner_lr))
+            part.sub_(torch.mul(momentum, self.alpha * inner_lr, out=step))
 
 
 def slowmo(*, alpha: float = 1.0, beta: float = 0.7) -> SlowMo:

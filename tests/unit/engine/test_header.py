@@ -24,11 +24,11 @@ DIGEST = bytes(range(16))
 def test_a_header_survives_the_wire_in_64_bytes(step: int, digest: bytes, able: bool) -> None:
     header = Header(step, digest, able)
     data = header.pack()
-    assert len(data) == HEADER_BYTES == 64
+    assert len(data) == HEADER_BYTES == 72
     assert Header.unpack(data) == header
 
 
-@pytest.mark.parametrize("data", [bytes(64), b"\xff" * 64, b"CDZ0" + Header(1, DIGEST, True).pack()[4:]])
+@pytest.mark.parametrize("data", [bytes(72), b"\xff" * 72, b"CDZ0" + Header(1, DIGEST, True).pack()[4:]])
 def test_what_is_no_header_is_refused_with_the_likely_reason(data: bytes) -> None:
     with pytest.raises(DisagreementError, match=r"no Cadenza header.*same version"):
         Header.unpack(data)

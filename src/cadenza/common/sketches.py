@@ -1,0 +1,78 @@
+"""How far apart long vectors of several workers are, told by short ones that are cheap to send.
+
+A sketch is a random projection: every value is added to one of `BUCKETS` sums, with a sign of its own. Squared lengths
+come out right on average, whatever the values: with a relative standard error of at most √(2 / `BUCKETS`), 3 %, for the
+distance of two vectors, and less for the spread of more of them. It is linear, so that vectors which are the same are
+at distance 0, however long they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+__all__ = ["BUCKETS", "Sketch", "spread_of"]
+
+BUCKETS = 2048  # 8 KiB in fp32: by measurement, drift is right to 1.6 % then, and four times the bytes halve that
+_PIECE = 1 << 16  # values; they and their signs stay in the cache
+
+
+class Sketch:
+    """A short vector that stands for a long one, which is given in parts.
+
+    >>> one, other = Sketch(), Sketch()
+    >>> one.add(torch.full((100_000,), 1.0)); other.add(torch.full((100_000,), 3.0))
+    >>> round(spread_of([one.pack(), other.pack()], [0.5, 0.5]) / 100_000, 1)  # each is 1 away from the mean
+    1.0
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, torch.Tensor] = {}
+        self._pieces = 0
+
+    def add(self, flat: torch.Tensor) -> None:
+        """Count the next values in; all workers give parts of the same sizes, in one order."""
+        if flat.device not in self._sums:
+            self._sums[flat.device] = torch.zeros(_PIECE, device=flat.device)
+        sums, signs = self._sums[flat.device], _signs(flat.device)
+        for part in flat.split(_PIECE) if flat.numel() else ():
+            start = _start(self._pieces)
+            sums[: part.numel()].addcmul_(part.to(torch.float32), signs[start : start + part.numel()])
+            self._pieces += 1
+
+    def pack(self) -> bytes:
+        """Return the short vector, as it is sent."""
+        total = torch.zeros(BUCKETS)
+        for sums in self._sums.values():
+            total += sums.view(-1, BUCKETS).sum(0).cpu()
+        return total.numpy().tobytes()
+
+
+def spread_of(sketches: Sequence[bytes], weights: Sequence[float]) -> float:
+    """Return the weighted mean squared distance of the vectors from their mean; the weights add up to 1.
+
+    The same number on every machine that has the same sketches.
+    """
+    rows = [torch.frombuffer(bytearray(data), dtype=torch.float32).to(torch.float64) for data in sketches]
+    mean, square = torch.zeros(2, BUCKETS, dtype=torch.float64)
+    for row, weight in zip(rows, weights, strict=True):
+        apart = row - rows[0]  # so that vectors which are the same have a spread of 0, not of a rounding
+        mean += apart * weight
+        square += apart * apart * weight
+    return max(0.0, math.fsum((square - mean * mean).tolist()))
+
+
+def _start(piece: int) -> int:
+    """Return where in the signs those of a piece start: far from those of others, without a pattern."""
+    return int.from_bytes(hashlib.blake2b(piece.to_bytes(8, "little"), digest_size=2).digest(), "little")
+
+
+@cache
+def _signs(device: torch.device) -> torch.Tensor:
+    data = b"".join(hashlib.blake2b(i.to_bytes(4, "little")).digest() for i in range(2 * _PIECE // 512))
+    bits = torch.frombuffer(bytearray(data), dtype=torch.uint8).unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1
+    return (bits.reshape(-1).to(torch.float32) * 2 - 1).to(device)
