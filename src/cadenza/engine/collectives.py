@@ -17,10 +17,14 @@ __all__ = ["average_tensors", "differing", "take_from_first", "take_largest"]
 
 
 @torch.no_grad()
-def average_tensors(transport: Transport, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
-    """Replace tensors by their plain mean over the members, in place."""
+def average_tensors(transport: Transport, tensors: Mapping[str, torch.Tensor], *, step: int, what: str) -> None:
+    """Replace tensors by their plain mean over the members, in place.
+
+    `what` they are, such as "gradient of", goes before their names: members that are about to average other things of
+    the same names and shapes are found out, and told so.
+    """
     if tensors and len(transport.members) > 1:
-        average_in_place(_fragment(tensors), transport, step=step)
+        average_in_place(_fragment(tensors, what), transport, step=step)
 
 
 def differing(transport: Transport, tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -69,6 +73,6 @@ def take_from_first(transport: Transport, tensors: Mapping[str, torch.Tensor]) -
         bucket.unpack(memory)
 
 
-def _fragment(tensors: Mapping[str, torch.Tensor]) -> Fragment:
-    names = list(tensors)
+def _fragment(tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> Fragment:
+    names = [f"{what} {name}" for name in tensors]
     return Fragment(list(tensors.values()), label=lambda i: names[i], names=names)

@@ -116,10 +116,11 @@ class Landing:
         """Average or reset what the strategy says beside the parameters: buffers, optimizer state."""
         view, strategy, names = self._replica.view, self._strategy, pending.layout.names
         if strategy.buffers and pending.fragment == 0:
-            average_tensors(group.transport, view.float_buffers(), step=self._state.moment)
+            average_tensors(group.transport, view.float_buffers(), step=self._state.moment, what="buffer")
             take_largest(group.transport, view.counters())
         if strategy.optimizer_state == "average":
-            average_tensors(group.transport, view.optimizer_tensors(names), step=self._state.moment)
+            tensors = view.optimizer_tensors(names)
+            average_tensors(group.transport, tensors, step=self._state.moment, what="optimizer state")
         elif strategy.optimizer_state == "reset":
             view.reset_optimizer_state(names)
         elif group.plan.outer.needs_inner_lr:

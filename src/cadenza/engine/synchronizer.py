@@ -201,7 +201,8 @@ class Synchronizer:
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             if self._participants.always_together:
-                average_tensors(self._participants.levels[-1].transport, tensors, step=self._state.moment)
+                everybody = self._participants.levels[-1].transport
+                average_tensors(everybody, tensors, step=self._state.moment, what="averaged() of")
             else:
                 self.replica.take_anchors()
             yield view.model
