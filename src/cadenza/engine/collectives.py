@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from cadenza.common.checksums import checksum
+from cadenza.engine.header import Header
 from cadenza.engine.in_place_mean import average_in_place
+from cadenza.engine.opening import abandoning, open_round
 from cadenza.engine.packing import Fragment, local_part, wire_dtype
 from cadenza.errors import TopologyError
 from cadenza.transports import Transport
@@ -17,14 +19,30 @@ __all__ = ["average_tensors", "differing", "take_from_first", "take_largest"]
 
 
 @torch.no_grad()
-def average_tensors(transport: Transport, tensors: Mapping[str, torch.Tensor], *, step: int, what: str) -> None:
+def average_tensors(
+    transport: Transport,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    step: int,
+    what: str,
+    may_be_none: bool = False,
+) -> None:
     """Replace tensors by their plain mean over the members, in place.
 
     `what` they are, such as "gradient of", goes before their names: members that are about to average other things of
-    the same names and shapes are found out, and told so.
+    the same names and shapes are found out, and told so. Where some members may have tensors and others none
+    (`may_be_none`), they find out by asking.
     """
-    if tensors and len(transport.members) > 1:
-        average_in_place(_fragment(tensors, what), transport, step=step)
+    fragment = _fragment(tensors, what)
+    if len(transport.members) == 1 or not (tensors or may_be_none):
+        return
+    if tensors:
+        average_in_place(fragment, transport, step=step)
+        return
+    transport.next_round()
+    with abandoning(transport):
+        header = Header(step, fragment.digest, able=True)
+        open_round(transport, header, problem=None, describe=fragment.describe)
 
 
 def differing(transport: Transport, tensors: Mapping[str, torch.Tensor]) -> str | None:

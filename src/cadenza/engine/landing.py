@@ -119,8 +119,13 @@ class Landing:
             average_tensors(group.transport, view.float_buffers(), step=self._state.moment, what="buffer")
             take_largest(group.transport, view.counters())
         if strategy.optimizer_state == "average":
-            tensors = view.optimizer_tensors(names)
-            average_tensors(group.transport, tensors, step=self._state.moment, what="optimizer state")
+            average_tensors(
+                group.transport,
+                view.optimizer_tensors(names),
+                step=self._state.moment,
+                what="optimizer state",
+                may_be_none=True,  # who has taken no step yet has no state
+            )
         elif strategy.optimizer_state == "reset":
             view.reset_optimizer_state(names)
         elif group.plan.outer.needs_inner_lr:

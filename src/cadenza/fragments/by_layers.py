@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import ClassVar
 
 from cadenza.common.checks import as_count
@@ -54,8 +53,8 @@ def _groups(found: Sequence[list[str]], layers: int, strided: bool, sizes: Mappi
     """Put the layers of each fragment together."""
     count = -(-len(found) // layers)
     if not strided:
-        return [reduce(operator.iadd, found[i : i + layers], []) for i in range(0, len(found), layers)]
-    in_turn = [reduce(operator.iadd, found[i::count], []) for i in range(count)]
+        return [_joined(found[i : i + layers]) for i in range(0, len(found), layers)]
+    in_turn = [_joined(found[i::count]) for i in range(count)]
     by_size = _dealt_by_size(found, count, sizes)
     largest, least = (max(_bytes(group, sizes) for group in groups) for groups in (in_turn, by_size))
     return in_turn if largest <= _UNEVEN * least else by_size
@@ -70,7 +69,7 @@ def _dealt_by_size(found: Sequence[list[str]], count: int, sizes: Mapping[str, i
         least = min(range(count), key=lambda group: (filled[group], len(groups[group])))
         groups[least].append(i)
         filled[least] += weights[i]
-    return [reduce(operator.iadd, (found[i] for i in sorted(group)), []) for group in sorted(groups, key=min)]
+    return [_joined(found[i] for i in sorted(group)) for group in sorted(groups, key=min)]
 
 
 def _place_the_rest(place: dict[str, int], sizes: Mapping[str, int]) -> None:
@@ -90,6 +89,10 @@ def _place_the_rest(place: dict[str, int], sizes: Mapping[str, int]) -> None:
         place[name] = fitting[0]
         filled += [0] * (fitting[0] == len(filled))
         filled[place[name]] += size
+
+
+def _joined(layers: Iterable[list[str]]) -> list[str]:
+    return [name for layer in layers for name in layer]
 
 
 def _bytes(names: Sequence[str], sizes: Mapping[str, int]) -> int:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import cadenza
 from cadenza import Strategy
-from cadenza.testing import workers
-
-
-def warnings_of(model: nn.Module, strategy: Strategy, optimizer: Any = None) -> list[warnings.WarningMessage]:
-    """Return what `attach` and a step warn of, on one worker."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def run(worker: Any) -> None:
-        sync = cadenza.attach(model, optimizer, strategy)
-        for _ in range(2):
-            sync.step()
-        sync.finish()
-
-    with warnings.catch_warnings(record=True) as caught, workers(1) as pool:
-        warnings.simplefilter("always")
-        pool.run(run)
-    return caught
+from support import surprises
+from support.surprises import warnings_of
 
 
 @pytest.mark.parametrize(
@@ -39,7 +22,7 @@ def test_one_fragment_where_several_were_asked_for_is_told_once(strategy: Strate
     [warning] = warnings_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), strategy)
     assert "makes one fragment of this model" in str(warning.message)
     assert "by_layers(1)" in str(warning.message)
-    assert warning.filename == __file__
+    assert warning.filename == surprises.__file__
 
 
 @pytest.mark.parametrize("fragments", [cadenza.whole(), cadenza.by_layers(1)], ids=["whole", "several"])
