@@ -25,9 +25,10 @@ def average_tensors(
     *,
     step: int,
     what: str,
+    weight: float = 1.0,
     may_be_none: bool = False,
 ) -> None:
-    """Replace tensors by their plain mean over the members, in place.
+    """Replace tensors by their mean over the members, weighted by what each says, in place.
 
     `what` they are, such as "gradient of", goes before their names: members that are about to average other things of
     the same names and shapes are found out, and told so. Where some members may have tensors and others none
@@ -36,12 +37,12 @@ def average_tensors(
     fragment = _fragment(tensors, what)
     if len(transport.members) == 1 or not (tensors or may_be_none):
         return
+    header = Header(step, fragment.digest, able=True, weight=weight)
     if tensors:
-        average_in_place(fragment, transport, step=step)
+        average_in_place(fragment, transport, header)
         return
     transport.next_round()
     with abandoning(transport):
-        header = Header(step, fragment.digest, able=True)
         open_round(transport, header, problem=None, describe=fragment.describe)
 
 

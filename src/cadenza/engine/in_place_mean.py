@@ -159,7 +159,9 @@ class _Pipeline:
             self._memory = self._stations[number].outgoing(bucket.numel, bucket.dtype)
             bucket.pack(self._memory)
             self._packed += 1
-        if self.scale != 1:
+        if self.scale == 0:
+            self._memory.zero_()  # whatever it was: zero times NaN would be NaN on all members
+        elif self.scale != 1:
             self._memory.mul_(self.scale)
 
 

@@ -262,7 +262,8 @@ class RoundRunner:
     def _weight(self, level: int, fragment: int) -> tuple[float, str | None]:
         """Return what this worker says it counts, and what is wrong with it if something is."""
         counts = self._state.counts
-        if counts.exhausted or self._participants.idle:
+        news = counts.has_news(level, fragment, start=self._strategy.warmup_steps)
+        if not news or self._participants.idle:
             return 0.0, None
         try:
             return self._replica.weighting.own(counts.since_last_round(level, fragment)), None
