@@ -11,6 +11,7 @@ from cadenza.common.identity import identity
 from cadenza.common.process_groups import resolve
 from cadenza.engine.model_view import ModelView
 from cadenza.engine.preflight import compare
+from cadenza.engine.surprises import warn_of_surprises
 from cadenza.engine.synchronizer import Synchronizer
 from cadenza.observers import Observer
 from cadenza.participants.base import Participants
@@ -73,6 +74,7 @@ def attach(
         )
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     view = ModelView(model, optimizers)
+    warn_of_surprises(view, strategy)
     participants = (
         _elastic(view, strategy, membership, given={"topology": topology, "process_group": process_group})
         if strategy.faults.tolerant

@@ -116,8 +116,9 @@ def disagreement(
     *,
     what: str = "what to average",
     mend: str = "Pass the same parameters, in the same order, on every rank",
+    mend_steps: str = "Call the averager once per step on every rank, and restore its step together with the model",
 ) -> str:
-    """Tell, in the same words on every rank, which ranks differ from which and in what.
+    """Tell, in the same words on every rank, which ranks differ from which and in what, and how to mend it.
 
     >>> ours, theirs = Stance(4, None, ["parameter 0: (2,)"]), Stance(4, None, ["parameter 0: (3,)"])
     >>> print(disagreement({0: ours, 1: theirs}))
@@ -130,10 +131,7 @@ Pass the same parameters, in the same order, on every rank.
         return f"These parameters cannot be averaged. {told}"
     steps = _sides({rank: f"step {stance.step}" for rank, stance in stances.items()})
     if len(steps) > 1:
-        return (
-            f"The ranks average at different steps: {_told(steps)}. Call the averager once per step on every rank, "
-            "and restore its step together with the model."
-        )
+        return f"The ranks average at different steps: {_told(steps)}. {mend_steps}."
     ways = _sides({rank: f"atomic={stance.atomic}" for rank, stance in stances.items()})
     if len(ways) > 1:
         return f"The ranks average in different ways: {_told(ways)}. Choose the same on every rank."

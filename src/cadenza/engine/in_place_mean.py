@@ -47,7 +47,7 @@ def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atom
             transport = connect(group)
         except TransportError as error:
             raise unsent(step, error) from error
-        average_in_place(fragment, transport, step=step, atomic=atomic)
+        average_in_place(fragment, transport, step=step, atomic=atomic, by_averager=True)
 
 
 def average_in_place(
@@ -60,6 +60,7 @@ def average_in_place(
     problem: str | None = None,
     scales: Scales | None = None,
     spread: bool = False,
+    by_averager: bool = False,
 ) -> RoundResult:
     """Average a fragment in place over a transport.
 
@@ -72,6 +73,7 @@ def average_in_place(
         problem: What keeps this member from taking part, if something does.
         scales: What each contribution counts; all alike by default.
         spread: Whether to measure how far the members were from the mean.
+        by_averager: Whether an averager asks for it, not a synchronizer.
     """
     fragment.refuse_mesh_overlap(transport.members, transport.members[transport.position])
     header = header or Header(step, fragment.digest, able=True, atomic=atomic)
@@ -90,6 +92,7 @@ def average_in_place(
             problem=problem or fragment.problem,
             describe=fragment.describe,
             meanwhile=work.pack_first,
+            by_averager=by_averager,
         )
     _check_content(fragment)
     result = _result(headers, scales, transport, Exchanged())
@@ -168,7 +171,10 @@ class _Pipeline:
             self._packed += 1
             if self.sketch is not None:
                 self.sketch.add(self._memory)
-        if (scale := self.scales[self._transport.position]) != 1:
+        scale = self.scales[self._transport.position]
+        if scale == 0:
+            self._memory.zero_()  # whatever it was: zero times NaN would be NaN on all members
+        elif scale != 1:
             self._memory.mul_(scale)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -95,20 +95,39 @@ class ModelView:
         return {name: lrs[id(p)] for name, p in self.parameters().items() if id(p) in lrs}
 
     def optimizer_tensors(self, names: Sequence[str], keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the optimizers' state of the named parameters that has a mean: tensors of the parameter's shape.
+        """Return the optimizers' state of the named parameters that has a mean: floating-point tensors.
 
-        Without `keys`, all that cannot be a counter.
+        Without `keys`, all but those that count steps: `step`, and single numbers beside a parameter that is none.
         """
-        parameters = self.parameters()
         found: dict[str, torch.Tensor] = {}
+        for name, parameter, key, value in self._optimizer_state(names):
+            counts = key == "step" or (isinstance(value, torch.Tensor) and value.ndim == 0 < parameter.ndim)
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            if not counts if keys is None else key in keys:
+                found[f"{name}/{key}"] = value
+        return found
+
+    def state_without_mean(self, names: Sequence[str]) -> str | None:
+        """Say which of the optimizers' state of the named parameters has no mean, if there is such."""
+        kept: dict[str, list[str]] = {}
+        for name, _, key, value in self._optimizer_state(names):
+            if _has_no_mean(value):
+                kept.setdefault(name, []).append(key)
+        if not kept:
+            return None
+        name, keys = next(iter(kept.items()))
+        return (
+            f"the optimizer's state of parameter {name} has no mean: {', '.join(keys)} are no floating-point tensors. "
+            'Use optimizer_state="leave" or "reset", or another optimizer.'
+        )
+
+    def _optimizer_state(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, str, object]]:
+        parameters = self.parameters()
         for optimizer in self.optimizers:
             for name in names:
                 for key, value in optimizer.state.get(parameters[name], {}).items():
-                    if not isinstance(value, torch.Tensor) or value.shape != parameters[name].shape:
-                        continue
-                    if value.ndim if keys is None else key in keys:
-                        found[f"{name}/{key}"] = value
-        return found
+                    yield name, parameters[name], key, value
 
     def reset_optimizer_state(self, names: Sequence[str]) -> None:
         """Let the optimizers forget what they know of the named parameters."""
@@ -118,10 +137,13 @@ class ModelView:
                 optimizer.state.pop(parameters[name], None)
 
     def reset_momentum(self, names: Sequence[str]) -> None:
-        """Zero SGD's momentum of the named parameters, as SlowMo does; Adam's moments are left."""
-        for name, tensor in self.optimizer_tensors(names).items():
-            if name.endswith("/momentum_buffer"):
-                tensor.zero_()
+        """Zero the momentum that torch.optim.SGD has of the named parameters, as SlowMo does; other state is left."""
+        parameters = self.parameters()
+        for optimizer in (o for o in self.optimizers if isinstance(o, torch.optim.SGD)):
+            for name in names:
+                momentum = optimizer.state.get(parameters[name], {}).get("momentum_buffer")
+                if momentum is not None:
+                    momentum.zero_()
 
     def _plain(self, name: str) -> str:
         """Return a tensor's own name, without what wrappers put into it."""
@@ -213,6 +235,13 @@ class ModelView:
 def _living_ddps() -> list[DistributedDataParallel]:
     kinds = (item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel))
     return [item for item in kinds if isinstance(getattr(item, "module", None), torch.nn.Module)]
+
+
+def _has_no_mean(value: object) -> bool:
+    """Say whether a part of an optimizer's state is more than a number and cannot be averaged."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0 and not value.is_floating_point()
+    return isinstance(value, Collection) and not isinstance(value, str)
 
 
 def _replicated(parameter: torch.Tensor) -> bool:

@@ -140,7 +140,8 @@ class Replica:
         if self.participants.always_together:
             self.state.wait_for_pending()
             outermost = self.participants.levels[-1]
-            average_tensors(outermost.transport, named(self.view.parameters(), new), step=self.state.moment)
+            tensors = named(self.view.parameters(), new)
+            average_tensors(outermost.transport, tensors, step=self.state.moment, what="new parameter")
         self.state.known.update(new)
         self._fit(fragment)
 

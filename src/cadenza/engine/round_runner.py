@@ -198,6 +198,7 @@ class RoundRunner:
             samples=self._state.counts.samples,
         )
         weight, problem = self._weight(number, fragment)
+        problem = problem or self._problem(group, layout)
         resolver = Resolver(
             pending,
             group,
@@ -227,7 +228,11 @@ class RoundRunner:
         tensors = layout.fragment
         norm2 = tensors.norm2()
         weight, problem = self._weight(number, fragment)
-        problem = problem or problem_of(tensors, norm2, self._state.clock, tensors.first_not_finite)
+        problem = (
+            problem
+            or self._problem(group, layout)
+            or problem_of(tensors, norm2, self._state.clock, tensors.first_not_finite)
+        )
         if group.alone and problem is not None:
             raise NotFiniteError(problem)
         header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
@@ -260,10 +265,17 @@ class RoundRunner:
             steps=balance.steps,
         )
 
+    def _problem(self, group: LevelGroup, layout: Layout) -> str | None:
+        """Say what of this worker's could not be averaged after the parameters: then the round does not even begin."""
+        if self._strategy.optimizer_state != "average" or group.alone:
+            return None
+        return self._replica.view.state_without_mean(layout.names)
+
     def _weight(self, level: int, fragment: int) -> tuple[float, str | None]:
         """Return what this worker says it counts, and what is wrong with it if something is."""
         counts = self._state.counts
-        if counts.exhausted or self._participants.idle:
+        news = counts.has_news(level, fragment, start=self._strategy.warmup_steps)
+        if not news or self._participants.idle:
             return 0.0, None
         try:
             return self._replica.weighting.own(counts.since_last_round(level, fragment)), None

@@ -21,25 +21,42 @@ class Counts:
     Attributes:
         samples: How many samples it has used.
         counted: How many of them each level had seen of each fragment ("level/fragment") at its last round.
+        launched_at: At which step each of these rounds was launched.
         met_at: At which step all workers last held equal values of each fragment.
         exhausted: Whether this worker has run out of data.
+        stopped_at: After which step it did.
         all_exhausted: Whether all have.
     """
 
     samples: float = 0.0
     counted: dict[str, float] = field(default_factory=dict)
+    launched_at: dict[str, int] = field(default_factory=dict)
     met_at: dict[int, int] = field(default_factory=dict)
     exhausted: bool = False
+    stopped_at: int = 0
     all_exhausted: bool = False
 
     def since_last_round(self, level: int, fragment: int) -> float:
         """Return the samples used since a level's last round of a fragment."""
         return self.samples - self.counted.get(f"{level}/{fragment}", 0.0)
 
-    def note_round(self, level: int, fragment: int, samples: float) -> None:
-        """Remember that a level, and all inside it, have seen so many samples of a fragment."""
+    def has_news(self, level: int, fragment: int, *, start: int) -> bool:
+        """Say whether a level's next round of a fragment finds local steps of this worker that none has seen.
+
+        `start` is the step after which local steps began.
+        """
+        return not self.exhausted or self.launched_at.get(f"{level}/{fragment}", start) < self.stopped_at
+
+    def note_round(self, level: int, fragment: int, *, samples: float, step: int) -> None:
+        """Remember that a level, and all inside it, have seen a fragment after so many samples and steps."""
         for inner in range(level + 1):
             self.counted[f"{inner}/{fragment}"] = samples
+            self.launched_at[f"{inner}/{fragment}"] = step
+
+    def stop(self, step: int) -> None:
+        """Note that this worker has run out of data after a step."""
+        if not self.exhausted:
+            self.exhausted, self.stopped_at = True, step
 
     def facts(self) -> dict[str, Any]:
         """Return everything, as JSON can hold it."""

@@ -138,7 +138,7 @@ class Synchronizer:
         if not self._warm_up.count_step():
             return
         self._rounds.land_due()
-        n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps)
+        n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps, idle=counts.exhausted)
         if n is not None:
             self._rounds.launch_due(n)
             average_due_state(self.replica, n)
@@ -152,9 +152,10 @@ class Synchronizer:
         self._warm_up.average_gradients()
 
     def drain(self) -> None:
-        """Answer rounds with weight 0, for a worker that has run out of data, until all workers have.
+        """Answer rounds for a worker that has run out of data, until all workers have.
 
-        A round that finds all workers without data takes their plain mean, without an outer step. During the warm-up
+        Its local steps since the last round count in the next one, with their weight; afterwards its weight is 0. A
+        round that finds nothing new on any worker takes their plain mean, without an outer step. During the warm-up
         every worker has gradients to average: whoever calls this then makes all ranks raise.
         """
         self._check_open()
@@ -165,9 +166,8 @@ class Synchronizer:
             )
         if not self._warm_up.over or self.strategy.average_gradients:
             self._warm_up.refuse_to_drain()
-        self._state.counts.exhausted = True
+        self._state.counts.stop(self._state.clock)
         while not self._state.counts.all_exhausted:
-            self._state.balance.quota = 1
             self.step()
 
     def finish(self) -> None:
@@ -201,7 +201,8 @@ class Synchronizer:
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             if self._participants.always_together:
-                average_tensors(self._participants.levels[-1].transport, tensors, step=self._state.moment)
+                everybody = self._participants.levels[-1].transport
+                average_tensors(everybody, tensors, step=self._state.moment, what="averaged() of")
             else:
                 self.replica.take_anchors()
             yield view.model

@@ -63,7 +63,8 @@ class WarmUp:
             for name, p in replica.view.parameters().items()
             if p.grad is not None and (chosen is None or id(p) in chosen)
         }
-        average_tensors(replica.participants.levels[-1].transport, gradients, step=replica.state.moment)
+        everybody = replica.participants.levels[-1].transport
+        average_tensors(everybody, gradients, step=replica.state.moment, what="gradient of")
         replica.state.gradients_averaged = True
 
     def count_step(self) -> bool:
@@ -107,7 +108,7 @@ class WarmUp:
             replica.state.clock,
             different,
         )
-        average_tensors(outermost.transport, parameters, step=replica.state.moment)
+        average_tensors(outermost.transport, parameters, step=replica.state.moment, what="parameter")
 
     def refuse_to_drain(self) -> None:
         """Let all ranks raise, also those that wait for this worker's gradients, unless it is DDP that waits."""
