@@ -347,7 +347,10 @@ def _objection(local: torch.Tensor) -> str:
         return "is on the meta device and has no values; materialise it first."
     if _is_lazy(local):
         return "is a conjugate or negated view; use .resolve_conj().resolve_neg() to give it memory of its own."
-    return f"has dtype {_name(local.dtype)}, which has no mean; only floating-point and complex tensors do."
+    return (
+        f"has dtype {_name(local.dtype)}, which has no mean; only floating-point and complex tensors do. Leave it out: "
+        "(t for t in tensors if t.is_floating_point())."
+    )
 
 
 def _is_lazy(local: torch.Tensor) -> bool:

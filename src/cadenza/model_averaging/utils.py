@@ -22,11 +22,12 @@ Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def average_parameters(
-    params: Iterator[torch.nn.Parameter], process_group: dist.ProcessGroup, *, atomic: bool = False
+    params: Iterable[torch.Tensor], process_group: dist.ProcessGroup | None, *, atomic: bool = False
 ) -> None:
     """Replace every given parameter, with or without a gradient, by its mean over the group (None: the world).
 
-    A rank outside the group returns without touching anything.
+    Plain tensors are averaged as well: buffers, momentum, snapshots. A rank outside the group returns without touching
+    anything.
 
     >>> import torch, torch.distributed as dist
     >>> from cadenza.model_averaging.utils import average_parameters
@@ -51,7 +52,7 @@ def get_params_to_average(params: Params) -> list[torch.nn.Parameter]:
 
 
 def average_parameters_or_parameter_groups(
-    params: Params, process_group: dist.ProcessGroup, *, atomic: bool = False
+    params: Params, process_group: dist.ProcessGroup | None, *, atomic: bool = False
 ) -> None:
     """Replace every parameter that has a gradient by its mean over the group (None: the world).
 
@@ -110,8 +111,9 @@ def _labelled(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
         if isinstance(item, torch.nn.Parameter):
             yield f"parameter {i}", item
         elif isinstance(item, dict):
-            names = item.get("param_names") or [""] * len(item["params"])
-            for j, (name, param) in enumerate(zip(names, item["params"], strict=True)):
+            params_of_group = list(item["params"])
+            names = item.get("param_names") or [""] * len(params_of_group)
+            for j, (name, param) in enumerate(zip(names, params_of_group, strict=True)):
                 yield f"parameter {j} of group {i}" + (f" ({name})" if name else ""), param
         else:
             raise NotImplementedError(f"Parameter input of type {type(item)} is not supported")
