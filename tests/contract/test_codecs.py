@@ -59,6 +59,7 @@ def one_thread() -> Iterator[None]:
 
 
 every_codec = pytest.mark.parametrize("case", CODECS, ids=lambda case: repr(case.codec))
+LARGEST = torch.finfo(torch.float32).max
 LARGE = 300_001  # values: several pieces, and a last block that is not full
 
 
@@ -166,6 +167,15 @@ def test_signs_are_treated_alike(case: Case, values: torch.Tensor) -> None:
 @for_all(any_values)
 def test_finite_values_stay_finite(case: Case, values: torch.Tensor) -> None:
     assert returned(case.codec, values).isfinite().all()
+
+
+@every_codec
+@for_all(st.lists(st.floats(-LARGEST, LARGEST, width=32), min_size=1, max_size=600).map(torch.tensor))
+def test_finite_values_stay_finite_up_to_the_end_of_fp32(case: Case, values: torch.Tensor) -> None:
+    total = torch.zeros_like(values)
+    case.codec.decode_add(encoded(case.codec, values), total, 0.5)
+    assert returned(case.codec, values).isfinite().all()
+    assert total.isfinite().all()
 
 
 @every_codec

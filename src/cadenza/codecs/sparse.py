@@ -16,7 +16,9 @@ from cadenza.common.checks import check_share, check_whole_number
 
 __all__ = ["topk"]
 
-_NOTHING = 2.0**-100  # levels that are nearer to each other than this are one: 1 / it stays finite
+_NOTHING = 2.0**-100  # levels that are nearer to each other than this are one
+_AWAY = 2.0**-24  # keeps sums, and numbers whose inverse is taken, from fp32's end
+_MOST = torch.finfo(torch.float32).max * (1 - 2.0**-7)  # rounded to bf16, low and step still have a finite sum
 
 
 def topk(density: float = 0.02, *, chunk: int = 4096, bits: int = 2) -> Codec:
@@ -128,17 +130,18 @@ def _largest(rows: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def _quantise(magnitudes: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two scales (low and step, in bf16) of each row, and each magnitude's level."""
-    least = magnitudes.amin(dim=1, keepdim=True)
+    small = magnitudes.clamp(max=_MOST).mul_(_AWAY)
+    least = small.amin(dim=1, keepdim=True)
     if levels == 2:
-        low, high = _two_means(magnitudes)
+        low, high = _two_means(small)
     else:
-        low, high = least, magnitudes.amax(dim=1, keepdim=True)
+        low, high = least, small.amax(dim=1, keepdim=True)
     low = torch.where(least > 0, low, 0.0)
     step = ((high - low) / (levels - 1)).clamp_(min=0.0)
-    scales = torch.cat([low, step], dim=1).to(torch.bfloat16)
-    low, step = scales.to(torch.float32).split(1, dim=1)
-    inverse = torch.where(step > _NOTHING, 1 / step, 0.0)
-    return scales, ((magnitudes - low) * inverse).round_().clamp_(0, levels - 1).to(torch.uint8)
+    scales = torch.cat([low, step], dim=1).div_(_AWAY).to(torch.bfloat16)
+    low, step = scales.to(torch.float32).mul_(_AWAY).split(1, dim=1)
+    inverse = torch.where(step > _NOTHING * _AWAY, 1 / step, 0.0)
+    return scales, ((small - low) * inverse).round_().clamp_(0, levels - 1).to(torch.uint8)
 
 
 def _two_means(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

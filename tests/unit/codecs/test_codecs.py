@@ -141,6 +141,16 @@ def test_e3m0_stays_in_its_levels_up_to_the_largest_numbers() -> None:
     assert ((back - values).abs() <= values.abs() / 2.99 + 1e36 / 90).all()
 
 
+@pytest.mark.parametrize("largest", [1e37, 1e38, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize(
+    ("codec", "share"), [(int8(), 0.01), (e3m0(), 0.2), (e3m0(block=16), 0.2), (topk(1.0, bits=8), 0.01)], ids=repr
+)
+def test_values_near_the_end_of_fp32_lose_little(codec: Codec, share: float, largest: float) -> None:
+    values = torch.tensor([1.0, -0.9, 0.5, 1e-6, 0.0, -0.3, 0.7, 1.0] * 40, dtype=torch.float64) * largest
+    back = returned(codec, values.float()).double()
+    assert (back - values).norm() <= share * values.norm()
+
+
 # Top-k
 
 

@@ -18,6 +18,7 @@ __all__ = ["check_codec"]
 
 _LARGE = 300_001  # values: several pieces, and a last block that is not full
 _SCRATCH_BYTES = 2 << 20
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def check_codec(codec: Codec) -> None:
@@ -94,7 +95,10 @@ def _check_addresses(contract: Contract, codec: Codec, numel: int) -> None:
 
 def _check_values(contract: Contract, codec: Codec, name: str, values: torch.Tensor) -> None:
     back = _returned(codec, values)
-    contract.holds(bool(back.isfinite().all()), f"finite values stay finite; not {name}")
+    total = torch.zeros_like(values)
+    codec.decode_add(_encoded(codec, values), total, 1.0)
+    finite = bool(back.isfinite().all()) and bool(total.isfinite().all())
+    contract.holds(finite, f"finite values stay finite; not {name}")
     contract.holds(torch.equal(_returned(codec, -values), -back), f"−x comes back as the negative of x; not {name}")
     if codec.exact:
         contract.holds(torch.equal(back, values), f"an exact codec returns the values as they are; not {name}")
@@ -243,6 +247,8 @@ def _samples(codec: Codec) -> dict[str, torch.Tensor]:
         "normal values": _normal(_LARGE),
         "values of many magnitudes": _normal(scales.numel(), seed=2) * scales,
         "huge and tiny values": wild,
+        "values near fp32's end": (1e38 * _normal(600)).clamp(-_LARGEST, _LARGEST),
+        "fp32's largest number": torch.full((600,), _LARGEST),
         "values with zeros": torch.where(_normal(600) > 0, _normal(600, seed=5), 0.0),
         "equal values": torch.full((600,), -0.75),
         "few kinds of values": torch.tensor([0.0, -0.0, 1.0, -1.0, 0.75, 1e-3, -1e6] * 60),
