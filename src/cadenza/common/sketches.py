@@ -1,9 +1,9 @@
 """How far apart long vectors of several workers are, told by short ones that are cheap to send.
 
-A sketch is a random projection: every value is added to one of `BUCKETS` sums, with a sign of its own. Squared lengths
-come out right on average, whatever the values: with a relative standard error of at most √(2 / `BUCKETS`), 3 %, for the
-distance of two vectors, and less for the spread of more of them. It is linear, so that vectors which are the same are
-at distance 0, however long they are.
+A sketch is a random projection (the count sketch): every value is added to one of at most `BUCKETS` sums, with a sign
+of its own. Squared distances come out right on average, with a standard error of √(2 / `BUCKETS`) for two vectors and
+less for more of them. That holds for all vectors: a sample of their values would be far off where few of them are large
+or move at all. Vectors that are the same are at distance 0, and short vectors are at their own distances.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ import torch
 
 __all__ = ["BUCKETS", "Sketch", "spread_of"]
 
-BUCKETS = 2048  # 8 KiB in fp32: by measurement, drift is right to 1.6 % then, and four times the bytes halve that
+# 8 KiB in fp32. Measured on 300,000 values of four kinds, the root of the spread has a standard error of 1.6 % for two
+# workers and 0.9 % for four; with half the bytes 2.2 % and 1.2 %, with twice the bytes 1.2 % and 0.6 %.
+BUCKETS = 2048
 _PIECE = 1 << 16  # values; they and their signs stay in the cache
 
 
 class Sketch:
-    """A short vector that stands for a long one, which is given in parts.
+    """A short vector that stands for a long one of `numel` values, which is given in parts.
 
-    >>> one, other = Sketch(), Sketch()
-    >>> one.add(torch.full((100_000,), 1.0)); other.add(torch.full((100_000,), 3.0))
-    >>> round(spread_of([one.pack(), other.pack()], [0.5, 0.5]) / 100_000, 1)  # each is 1 away from the mean
+    >>> one, other = Sketch(2), Sketch(2)
+    >>> one.add(torch.tensor([1.0, 5.0])); other.add(torch.tensor([3.0, 5.0]))
+    >>> spread_of([one.pack(), other.pack()], [0.5, 0.5])  # each is 1 away from the mean
     1.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numel: int) -> None:
+        self._buckets = min(BUCKETS, 1 << (numel - 1).bit_length())
         self._sums: dict[torch.device, torch.Tensor] = {}
         self._pieces = 0
 
@@ -46,9 +49,9 @@ class Sketch:
 
     def pack(self) -> bytes:
         """Return the short vector, as it is sent."""
-        total = torch.zeros(BUCKETS)
+        total = torch.zeros(self._buckets)
         for sums in self._sums.values():
-            total += sums.view(-1, BUCKETS).sum(0).cpu()
+            total += sums.view(-1, self._buckets).sum(0).cpu()
         return total.numpy().tobytes()
 
 
@@ -58,7 +61,7 @@ def spread_of(sketches: Sequence[bytes], weights: Sequence[float]) -> float:
     The same number on every machine that has the same sketches.
     """
     rows = [torch.frombuffer(bytearray(data), dtype=torch.float32).to(torch.float64) for data in sketches]
-    mean, square = torch.zeros(2, BUCKETS, dtype=torch.float64)
+    mean, square = torch.zeros(2, len(rows[0]), dtype=torch.float64)
     for row, weight in zip(rows, weights, strict=True):
         apart = row - rows[0]  # so that vectors which are the same have a spread of 0, not of a rounding
         mean += apart * weight

@@ -159,7 +159,7 @@ class _Pipeline:
     def _cut(self, *, widen: bool) -> None:
         self.buckets = self._fragment.buckets(self._transport.capacity, widen=widen)
         # The mean of 16-bit values is rounded by as much as workers may be apart, and distances from it have that in.
-        self.sketch = Sketch() if self.spread and self._narrow else None
+        self.sketch = Sketch(self._fragment.numel) if self.spread and self._narrow else None
         self._stations = [_station(bucket, i, self._transport) for i, bucket in enumerate(self.buckets)]
         self._packed = 0
 

@@ -84,7 +84,7 @@ class Meter:
     def begin(self, values: Sequence[torch.Tensor]) -> None:
         """Look at what this member is about to send."""
         if self.drift and not self.exact:
-            self._sketch = Sketch()
+            self._sketch = Sketch(sum(flat.numel() for flat in values))
             for flat in values:
                 self._sketch.add(flat)
 
