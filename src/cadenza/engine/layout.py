@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from cadenza.engine.packing import Bucket, Fragment, packed_shape
+from cadenza.engine.bucket import Bucket
+from cadenza.engine.packing import Fragment, packed_shape
 
 __all__ = ["Layout", "SpareMemory"]
 

@@ -181,6 +181,9 @@ class LoopbackTransport:
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         return lane_bytes(len(self.members)) // dtype.itemsize
 
+    def in_place(self, device: torch.device, dtype: torch.dtype) -> tuple[int, int] | None:
+        return None
+
     def row_bytes(self, device: torch.device) -> int:
         return lane_bytes(len(self.members)) // len(self.members) // 64 * 64
 
@@ -217,6 +220,9 @@ class _LoopbackLane:
     def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._outgoing = torch.empty(numel, dtype=dtype, device=self._device)
         return self._outgoing
+
+    def adopt(self, values: torch.Tensor) -> None:
+        raise NotImplementedError("Values are packed here; `in_place` of the transport says so.")
 
     def launch(self) -> None:
         values = self._outgoing
