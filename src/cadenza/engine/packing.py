@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 
 from cadenza.common.norms import norm_squared
+from cadenza.engine.alignment import aligned_starts
 from cadenza.errors import UnsupportedTensorError
 
 __all__ = ["Bucket", "Fragment", "local_part", "packed_shape", "wire_dtype"]
@@ -65,30 +66,24 @@ class Bucket:
     gaps: list[slice] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)
 
-    def add(self, piece: torch.Tensor, *, align: int = 1) -> int:
-        """Put a piece behind the others, at a multiple of `align` values; return where it starts.
-
-        Pieces shorter than `align` share their place with neighbours that are as short.
-        """
-        size = piece.numel()
-        shares = size < align and (not self.sizes or self.sizes[-1] < align)
-        start = self.numel if shares else -(-self.numel // align) * align
+    def add(self, piece: torch.Tensor, *, at: int | None = None) -> None:
+        """Put a piece behind the others, with a gap if it is to start later."""
+        start = self.numel if at is None else at
         if start > self.numel:
             self.gaps.append(slice(self.numel, start))
         self.pieces.append(piece)
-        self.sizes.append(size)
+        self.sizes.append(piece.numel())
         self._starts.append(start)
-        self.numel = start + size
-        return start
+        self.numel = start + piece.numel()
 
     def pack(self, memory: torch.Tensor) -> None:
         """Copy the values into the first `numel` elements of `memory`; gaps between them are zeros."""
-        if self.gaps:
-            torch._foreach_zero_([memory[gap] for gap in self.gaps])
         if self._flat and not self.gaps:
             torch.cat(self.pieces, out=memory[: self.numel])  # for many small pieces half the time of copies
-        else:
-            torch._foreach_copy_(self.places_in(memory), self.pieces)
+            return
+        if self.gaps:
+            torch._foreach_zero_([memory[gap] for gap in self.gaps])
+        torch._foreach_copy_(self.places_in(memory), self.pieces)
 
     def distance2(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the squared distance between the values and `memory`, in fp64."""
@@ -208,17 +203,19 @@ class Fragment:
         """Return one bucket for each device and precision, of any size, in fp32 or better.
 
         On a `home` device, memory to pack into is there, and tensors of all devices share buckets. Tensors start at
-        multiples of `align` values. The second value says where the values of each position that takes part lie: in
-        which bucket, and which slice of it.
+        multiples of `align` values; where that would make a bucket much longer, small neighbours share a place. The
+        second value says where the values of each position that takes part lie: in which bucket, and which slice of it.
         """
-        kinds: dict[tuple[torch.device, torch.dtype], Bucket] = {}
-        places: dict[int, tuple[int, slice]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
         for position, (dtype, device, view) in zip(self._positions, self._members, strict=True):
-            kind = (home or device, _widened(dtype))
-            bucket = kinds.setdefault(kind, Bucket(*kind))
-            start = bucket.add(view, align=align)
-            places[position] = (list(kinds).index(kind), slice(start, bucket.numel))
-        return list(kinds.values()), places
+            kinds.setdefault((home or device, _widened(dtype)), []).append((position, view))
+        buckets, places = [Bucket(*kind) for kind in kinds], dict.fromkeys(self._positions, (0, slice(0)))
+        for number, members in enumerate(kinds.values()):
+            starts = aligned_starts(tuple(view.numel() for _, view in members), align)
+            for (position, view), start in zip(members, starts, strict=True):
+                buckets[number].add(view, at=start)
+                places[position] = (number, slice(start, start + view.numel()))
+        return buckets, places
 
     def buckets(self, capacity: Callable[[torch.device, torch.dtype], int], *, widen: bool = False) -> list[Bucket]:
         """Cut the fragment into buckets of at most `capacity(device, dtype)` values each; `widen` makes them fp32."""
