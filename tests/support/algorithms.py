@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from cadenza.codecs import Codec
+from cadenza.codecs import Codec, CombiningCodec
 from support.models import Case
 
 History = list[list[torch.Tensor]]
@@ -72,6 +72,20 @@ def unflatten(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write flat values back into the tensors."""
     for part, tensor in zip(values.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))
+
+
+def flat_in_blocks(tensors: Sequence[torch.Tensor], block: int) -> torch.Tensor:
+    """One copy of all values; every tensor starts at a multiple of a block, and zeros lie between them."""
+    padded = [torch.nn.functional.pad(t.detach().reshape(-1), (0, -t.numel() % block)) for t in tensors[:-1]]
+    return torch.cat([*padded, tensors[-1].detach().reshape(-1)])
+
+
+def out_of_blocks(values: torch.Tensor, tensors: Sequence[torch.Tensor], block: int) -> None:
+    """Write such a copy back into the tensors."""
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(values[start : start + tensor.numel()].view(tensor.shape))
+        start += math.ceil(tensor.numel() / block) * block
 
 
 def mean(rows: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
@@ -239,7 +253,14 @@ def streaming_diloco(
 
 
 def sparse_loco(
-    workers: Workers, steps: int, *, period: int, codec: Codec, decay: float = 0.95, lr: float = 1.0
+    workers: Workers,
+    steps: int,
+    *,
+    period: int,
+    codec: Codec,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    of_senders: bool = True,
 ) -> History:
     """Top-k of (difference + what was not sent before); the union is averaged; an outer step of plain SGD."""
     history = []
@@ -251,7 +272,8 @@ def sparse_loco(
         sent = [round_trip(codec, values) for values in wanted]
         for rest, values, got in zip(left, wanted, sent, strict=True):
             rest.copy_(decay * (values - got))
-        anchor.sub_(lr * mean(sent))
+        total, senders = torch.stack(sent).sum(0), (torch.stack(sent) != 0).sum(0)
+        anchor.sub_(lr * total / (senders.clamp(min=1) if of_senders else len(workers)))
         for tensors in workers.parameters:
             unflatten(anchor, tensors)
 
@@ -270,15 +292,15 @@ def compressed_diloco(
 ) -> History:
     """DiLoCo whose differences are encoded, reduced by their owners and encoded once more, with error feedback."""
     history = []
-    anchor = workers.snapshot()[0]
+    anchor = flat_in_blocks(workers.parameters[0], codec.block)
     outer = torch.optim.SGD([anchor], lr=lr, momentum=momentum, nesterov=True)
     reduction = EncodedMean(codec, len(workers), anchor.numel())
 
     def come_together() -> None:
-        anchor.grad = reduction([anchor - x for x in workers.snapshot()])
+        anchor.grad = reduction([anchor - flat_in_blocks(tensors, codec.block) for tensors in workers.parameters])
         outer.step()
         for tensors in workers.parameters:
-            unflatten(anchor, tensors)
+            out_of_blocks(anchor, tensors, codec.block)
 
     for n in range(1, steps + 1):
         workers.local_step(n)
@@ -329,14 +351,17 @@ class EncodedMean:
     def __call__(self, contributions: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
         decay = self.codec.feedback or 0.0
         weights = weights or [1 / self.members] * self.members
-        total = torch.zeros(self.numel)
+        total, sent = torch.zeros(self.numel), torch.zeros(self.numel)
         for rank, (values, weight) in enumerate(zip(contributions, weights, strict=True)):
             wanted = values + self.residuals[rank]
             self.codec.decode_add(encoded(self.codec, wanted), total, weight)
+            sent += weight * (round_trip(self.codec, wanted) != 0)
             self.residuals[rank] = decay * (wanted - round_trip(self.codec, wanted))
+        if isinstance(self.codec, CombiningCodec):  # the mean of those who have sent a value
+            return torch.where(sent > 0, total / sent, 0.0)
         if self.codec.sparse:  # everyone sums; nobody encodes the sum
             return total
         total = total + self.owners_residual
-        result = round_trip(self.codec, total)
+        result = round_trip(self.codec.back, total)
         self.owners_residual = decay * (total - result)
         return result
