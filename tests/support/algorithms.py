@@ -351,14 +351,16 @@ class EncodedMean:
     def __call__(self, contributions: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
         decay = self.codec.feedback or 0.0
         weights = weights or [1 / self.members] * self.members
-        total, sent = torch.zeros(self.numel), torch.zeros(self.numel)
+        total = torch.zeros(self.numel)
+        of_senders, sent = torch.zeros(2, self.numel, dtype=torch.float64)
         for rank, (values, weight) in enumerate(zip(contributions, weights, strict=True)):
             wanted = values + self.residuals[rank]
             self.codec.decode_add(encoded(self.codec, wanted), total, weight)
-            sent += weight * (round_trip(self.codec, wanted) != 0)
+            of_senders += weight * round_trip(self.codec, wanted).double()
+            sent += weight * (round_trip(self.codec, wanted) != 0).double()
             self.residuals[rank] = decay * (wanted - round_trip(self.codec, wanted))
         if isinstance(self.codec, CombiningCodec):  # the mean of those who have sent a value
-            return torch.where(sent > 0, total / sent, 0.0)
+            return torch.where(sent > 0, of_senders / sent * sum(weights), 0.0).float()
         if self.codec.sparse:  # everyone sums; nobody encodes the sum
             return total
         total = total + self.owners_residual
