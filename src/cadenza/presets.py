@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from cadenza.codecs import Codec, dct, e3m0, error_feedback, fp32, topk
 from cadenza.common.checks import as_steps
@@ -290,14 +290,18 @@ def sparse_loco(
     outer_lr: float = 1.0,
     density: float = 0.02,
     decay: float = 0.95,
+    mean_of: Literal["all", "senders"] = "senders",
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Send only the largest changes, in 2 bits, and keep what was not sent for later (arXiv 2508.15706).
 
+    A value's mean is over the workers that have sent it, as in the authors' code; ``mean_of="all"`` is the paper's
+    formula, in which the others count as 0.
+
     >>> sparse_loco(density=0.01).levels[0].codec.sparse
     True
     """
-    codec = error_feedback(topk(density=density), decay=decay)
+    codec = error_feedback(topk(density=density, mean_of=mean_of), decay=decay)
     return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)
 
 

@@ -41,9 +41,11 @@ CODECS = [
     Case(codecs.int8(block=100), 0.27, lambda size, largest: largest / 253.9),
     Case(codecs.e3m0(), 0.15, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
     Case(codecs.e3m0(block=64), 0.16, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
+    Case(codecs.e3m0(back=codecs.int8()), 0.15, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
     Case(codecs.topk(), 0.01, lambda size, largest: largest * 1.01),
     Case(codecs.topk(0.3, chunk=50, bits=4), 0.3, lambda size, largest: largest * 1.01),
     Case(codecs.topk(1.0, chunk=128, bits=8), 0.7, lambda size, largest: largest / 200),
+    Case(codecs.topk(mean_of="senders"), 0.01, lambda size, largest: largest * 1.01),
     Case(codecs.error_feedback(codecs.int8()), 0.27, lambda size, largest: largest / 253.9),
     Case(codecs.error_feedback(codecs.topk(), decay=0.95), 0.01, lambda size, largest: largest * 1.01),
 ]

@@ -133,6 +133,10 @@ class Dct:
                     messages.append([part])
         return [(_numel(grids), replace(self, grids=tuple(grids))) for grids in messages]
 
+    @property
+    def back(self) -> Codec:
+        return self
+
     def encoded_bytes(self, numel: int) -> int:
         return sum(self._bytes(grid) for grid in self._grids(numel))
 

@@ -28,7 +28,7 @@ _SHIFT = 2.0**-8  # brings the largest level to exponent 7 of half precision, an
 _POWER = -0x800000  # the bits of an fp32 number that are its sign and its exponent
 
 
-def e3m0(*, block: int = 512) -> Codec:
+def e3m0(*, block: int = 512, back: Codec | None = None) -> Codec:
     """Send values as a sign and three exponent bits, as in Streaming DiLoCo (arXiv 2501.18512), two to a byte.
 
     The paper leaves the details open; here they are.
@@ -46,13 +46,19 @@ def e3m0(*, block: int = 512) -> Codec:
     - *Bytes*: a value is the four bits `s e e e`. In a block of n values, byte j holds value j in its low half and
       value j + n/2 in its high half. First come all t, then all c, then all values. 0.143 of fp32's bytes.
 
+    Args:
+        block: How many values share an fp32 scale.
+        back: How the mean is written on its way back, such as `int8()`: then what is lost is lost once. Without it the
+            mean is written in 4 bits too.
+
     >>> codec, out = e3m0(), torch.empty(4)
     >>> data = torch.empty(codec.encoded_bytes(4), dtype=torch.uint8)
     >>> codec.encode(torch.tensor([4.0, -1.0, 0.125, 0.0]), data); codec.decode(data, out); out
     tensor([ 4.0000, -1.0000,  0.1250,  0.0000])
     """
     check_whole_number("block", block, least=_GROUP, most=65536, multiple=_GROUP)
-    return Exponents(block)
+    _check_back(back)
+    return Exponents(block, back)
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,20 @@ class Exponents:
     """Block quantisation to powers of two: all the scales of blocks, those of groups, then all the values."""
 
     block: int
-    name: ClassVar[str] = "e3m0"
+    way_back: Codec | None = None
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     feedback: ClassVar[float | None] = None
-    aligned: ClassVar[bool] = False
+    aligned: ClassVar[bool] = True
     shaped: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "e3m0" if self.way_back is None else f"e3m0(back={self.way_back.name})"
+
+    @property
+    def back(self) -> Codec:
+        return self.way_back or self
 
     def encoded_bytes(self, numel: int) -> int:
         return sum(sum(sizes) for sizes in self._sizes(numel))
@@ -128,6 +142,18 @@ class Exponents:
         rows = -(-rest // groups)
         rows += rows * groups % 2
         return [whole, (4, groups, rows * groups // 2)]
+
+
+def _check_back(back: object) -> None:
+    if back is None:
+        return
+    if not isinstance(back, Codec):
+        raise TypeError(f"back is {back!r}; give the codec that writes the mean, such as int8().")
+    if back.sparse or back.shaped or back.feedback is not None:
+        raise ValueError(
+            f"back is {back.name}; give a codec that writes every value, such as int8(). Error feedback goes around "
+            "both ways: error_feedback(e3m0(back=int8()))."
+        )
 
 
 def _grouped(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,12 @@ class Integers:
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     feedback: ClassVar[float | None] = None
-    aligned: ClassVar[bool] = False
+    aligned: ClassVar[bool] = True
     shaped: ClassVar[bool] = False
+
+    @property
+    def back(self) -> Codec:
+        return self
 
     def encoded_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) + numel

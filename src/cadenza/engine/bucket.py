@@ -36,22 +36,16 @@ class Bucket:
     _starts: list[int] = field(default_factory=list)
     _flat: bool = True
 
-    def add(self, piece: torch.Tensor, *, align: int = 1) -> int:
-        """Put a piece behind the others, at a multiple of `align` values; return where it starts.
-
-        Pieces shorter than `align` share their place with neighbours that are as short.
-        """
-        size = piece.numel()
-        shares = size < align and (not self.sizes or self.sizes[-1] < align)
-        start = self.numel if shares else -(-self.numel // align) * align
+    def add(self, piece: torch.Tensor, *, at: int | None = None) -> None:
+        """Put a piece behind the others, with a gap if it is to start later."""
+        start = self.numel if at is None else at
         if start > self.numel:
             self.gaps.append(slice(self.numel, start))
         self.pieces.append(piece)
-        self.sizes.append(size)
+        self.sizes.append(piece.numel())
         self._starts.append(start)
         self._flat = self._flat and piece.ndim == 1 and piece.dtype == self.dtype
-        self.numel = start + size
-        return start
+        self.numel = start + piece.numel()
 
     def pack(self, memory: torch.Tensor) -> None:
         """Copy the values into the first `numel` elements of `memory`; gaps between them are zeros."""

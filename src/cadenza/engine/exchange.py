@@ -1,8 +1,9 @@
 """The mean of a flat run of values over a transport, in the codec's bytes: the only place where codec meets transport.
 
 Exact values take the transport's own mean. Encoded ones are reduced by their owners: every member sends each other
-member its share, encoded; the owner of a share decodes and sums them in fp32, encodes the mean once, and sends it to
-all, who decode the same bytes. Sparse ones are gathered whole and summed by everybody alike.
+member its share, encoded; the owner of a share decodes and sums them in fp32, encodes the mean once, in what the codec
+has for the way back, and sends it to all, who decode the same bytes. Sparse ones are gathered whole and summed by
+everybody alike.
 
 Error feedback keeps what encoding lost: a member's own residual, and the residual of the mean of its share.
 `Residual` holds both. They change in place, bucket by bucket, unless the round is atomic: then only when the caller
@@ -208,7 +209,7 @@ class _Encoded(_Way):
             values = values + _sample(self.residual.own, self.codec.block)
         data = torch.empty(self.codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self.codec.encode(values, data)
-        back = self._decoded(data, torch.empty_like(values))
+        back = _decoded(self.codec, data, torch.empty_like(values))
         self._losses.count(values, torch.sub(values, back, out=back))
 
     def _send_shares(self, item: int, lane: Lane) -> None:
@@ -223,11 +224,12 @@ class _Encoded(_Way):
                 values.clamp_(-_LARGEST, _LARGEST)
             self.codec.encode(values, outgoing[member])
             if self.residual is not None:
-                lost = torch.sub(values, self._decoded(outgoing[member], self._two[:row]), out=self._two[:row])
+                back = _decoded(self.codec, outgoing[member], self._two[:row])
+                lost = torch.sub(values, back, out=back)
                 put(self.residual.next_own, at, lost.mul_(self.codec.feedback or 0.0))
         lane.launch_scatter()
         self.done.encoded_bytes += self._members * size
-        self.done.bytes_sent += 2 * (self._members - 1) * size
+        self.done.bytes_sent += (self._members - 1) * (size + self.codec.back.encoded_bytes(row))
 
     def _reduce_share(self, item: int, lane: Lane) -> None:
         _, row = self._rows[item]
@@ -238,10 +240,11 @@ class _Encoded(_Way):
         if self.residual is not None:
             total += self.residual.share[at : at + row]
         total.clamp_(-_LARGEST, _LARGEST)  # the shares of large values may add up to a little more
-        outgoing = lane.gather(self.codec.encoded_bytes(row))
-        self.codec.encode(total, outgoing)
+        outgoing = lane.gather(self.codec.back.encoded_bytes(row))
+        self.codec.back.encode(total, outgoing)
         if self.residual is not None:
-            lost = torch.sub(total, self._decoded(outgoing, self._two[:row]), out=self._two[:row])
+            back = _decoded(self.codec.back, outgoing, self._two[:row])
+            lost = torch.sub(total, back, out=back)
             self.residual.next_share[at : at + row] = lost.mul_(self.codec.feedback or 0.0)
         lane.launch_gather()
 
@@ -251,13 +254,14 @@ class _Encoded(_Way):
             at = start + member * row
             place = self.values[at : at + row]
             if place.dtype == torch.float32 and place.numel() == row:
-                self.codec.decode(encoded, place)
+                self.codec.back.decode(encoded, place)
             else:
-                put(self.values, at, self._decoded(encoded, self._one[:row]))
+                put(self.values, at, _decoded(self.codec.back, encoded, self._one[:row]))
 
-    def _decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        self.codec.decode(encoded, out)
-        return out
+
+def _decoded(codec: Codec, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    codec.decode(encoded, out)
+    return out
 
 
 @dataclass

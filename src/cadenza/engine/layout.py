@@ -21,7 +21,7 @@ class Layout:
     Args:
         named: The parameters, by name.
         home: Where the flat tensors are, if not beside the parameters.
-        align: Every tensor starts at a multiple of this many values; tiny neighbours share.
+        align: Every tensor starts at a multiple of this many values; see `alignment` for where small ones share.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None, align: int = 1) -> None:
@@ -76,6 +76,12 @@ class Layout:
                 found.append(packed_shape(self._named[name]))
                 end = where.stop
         return found
+
+    @property
+    def filled(self) -> float:
+        """The share of the flat values that are parameters', and not gaps between them."""
+        whole = sum(strip.numel for strip in self.strips)
+        return sum(sum(strip.sizes) for strip in self.strips) / whole if whole else 1.0
 
     def empty(self) -> list[torch.Tensor]:
         """Return memory for flat values."""

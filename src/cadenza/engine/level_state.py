@@ -116,7 +116,7 @@ class LevelState:
         self.anchors, self.outer_states = anchors, outer_states
         self._group = LevelGroup(group.plan, group.name, group.transport, group.stage)
         if self.plan.codec.feedback is not None:
-            sent = [stage_part(anchor, group.stage) if group.stage else anchor for anchor in anchors]
+            sent = [stage_part(anchor, group.stage, self.plan.codec) if group.stage else anchor for anchor in anchors]
             via = group.stage.across if group.stage else group.transport
             self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
             if known is not None and lost is not None:
@@ -146,7 +146,8 @@ class LevelState:
             if stage is None:
                 found.append(residual.own + members * share)
             else:  # what crosses between groups is a part of their sum, in which this member counts 1 / members
-                found.append(members * spread_part(residual.own + share, self.anchors[i], stage))
+                part = spread_part(residual.own + share, self.anchors[i], stage, self.plan.codec)
+                found.append(members * part)
         return _added(self.carried, found)
 
     def _share_lost(self, strip: int) -> torch.Tensor:

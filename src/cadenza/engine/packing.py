@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 
 from cadenza.common.norms import norm_squared
+from cadenza.engine.alignment import aligned_starts
 from cadenza.engine.bucket import Bucket, cut, cut_alone, overlapping
 from cadenza.errors import UnsupportedTensorError
 
@@ -134,17 +135,19 @@ class Fragment:
         """Return one bucket for each device and precision, of any size, in fp32 or better.
 
         On a `home` device, memory to pack into is there, and tensors of all devices share buckets. Tensors start at
-        multiples of `align` values. The second value says where the values of each position that takes part lie: in
-        which bucket, and which slice of it.
+        multiples of `align` values; where that would make a bucket much longer, small neighbours share a place. The
+        second value says where the values of each position that takes part lie: in which bucket, and which slice of it.
         """
-        kinds: dict[tuple[torch.device, torch.dtype], Bucket] = {}
-        places: dict[int, tuple[int, slice]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
         for position, (dtype, device, view) in zip(self._positions, self._members, strict=True):
-            kind = (home or device, _widened(dtype))
-            bucket = kinds.setdefault(kind, Bucket(*kind))
-            start = bucket.add(view, align=align)
-            places[position] = (list(kinds).index(kind), slice(start, bucket.numel))
-        return list(kinds.values()), places
+            kinds.setdefault((home or device, _widened(dtype)), []).append((position, view))
+        buckets, places = [Bucket(*kind) for kind in kinds], dict.fromkeys(self._positions, (0, slice(0)))
+        for number, members in enumerate(kinds.values()):
+            starts = aligned_starts(tuple(view.numel() for _, view in members), align)
+            for (position, view), start in zip(members, starts, strict=True):
+                buckets[number].add(view, at=start)
+                places[position] = (number, slice(start, start + view.numel()))
+        return buckets, places
 
     def buckets(
         self,

@@ -11,6 +11,7 @@ import torch
 from cadenza.engine.assignment import assign
 from cadenza.engine.balance import Balance
 from cadenza.engine.collectives import average_tensors, take_from_first
+from cadenza.engine.cutting import unit_of
 from cadenza.engine.layout import Layout, SpareMemory
 from cadenza.engine.level_state import LevelState
 from cadenza.engine.model_view import ModelView, named
@@ -42,8 +43,8 @@ class Replica:
         self.weighting = strategy.weighting
         self.rewrites = ModelRewrites(view.inner)
         self._home = torch.device("cpu") if strategy.offload else None
-        blocks = [plan.codec.block for plan in strategy.levels if plan.codec.aligned]
-        self._align = math.lcm(*blocks) if blocks else 1
+        blocks = [unit_of(plan.codec) for plan in strategy.levels if plan.codec.aligned]
+        self._align = math.lcm(*blocks)
 
     def fragments(self) -> list[list[str]]:
         """Return the names of each fragment's parameters, now; a parameter keeps its fragment for good."""

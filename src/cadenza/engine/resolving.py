@@ -98,6 +98,7 @@ class Resolver:
         )
         if isinstance(result, FailedRound):
             return result
+        result.exchanged.raw_bytes = round(result.exchanged.raw_bytes * pending.layout.filled)
         pending.origins, pending.inner_lrs = origins if late_mean else None, work.inner_lrs
         self._finish(result)
         return result
