@@ -13,7 +13,7 @@ from cadenza.outer import Outer, eager, mean, nesterov, sgd, sign
 from cadenza.outer import noloco as noloco_update
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every, moments
-from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, Weight, as_schedule
+from cadenza.strategy import Buffers, CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, Weight, as_schedule
 from cadenza.topology import random_pairs
 from cadenza.weighting import edit_norms
 
@@ -69,7 +69,7 @@ class _StreamingOptions(CommonOptions, total=False):
 class _DesLocOptions(TypedDict, total=False):  # without those that optimizer state of its own periods rules out
     fragments: Fragmentation
     warmup_steps: int
-    buffers: bool
+    buffers: Buffers
     weight: Weight
     offload: bool
     measure_drift: bool

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from cadenza.common.checksums import checksum
-from cadenza.engine.header import Header
+from cadenza.engine.header import HEADER_BYTES, Header
 from cadenza.engine.in_place_mean import average_in_place
 from cadenza.engine.opening import abandoning, open_round
 from cadenza.engine.packing import Fragment, local_part, wire_dtype
@@ -27,23 +27,23 @@ def average_tensors(
     what: str,
     weight: float = 1.0,
     may_be_none: bool = False,
-) -> None:
-    """Replace tensors by their mean over the members, weighted by what each says, in place.
+) -> int:
+    """Replace tensors by their mean over the members, weighted by what each says, in place; return the bytes sent.
 
     `what` they are, such as "gradient of", goes before their names: members that are about to average other things of
     the same names and shapes are found out, and told so. Where some members may have tensors and others none
     (`may_be_none`), they find out by asking.
     """
-    fragment = _fragment(tensors, what)
     if len(transport.members) == 1 or not (tensors or may_be_none):
-        return
+        return 0
+    fragment = _fragment(tensors, what)
     header = Header(step, fragment.digest, able=True, weight=weight)
     if tensors:
-        average_in_place(fragment, transport, header)
-        return
+        return average_in_place(fragment, transport, header).exchanged.bytes_sent
     transport.next_round()
     with abandoning(transport):
         open_round(transport, header, problem=None, describe=fragment.describe)
+    return (len(transport.members) - 1) * HEADER_BYTES
 
 
 def differing(transport: Transport, tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -58,16 +58,17 @@ def differing(transport: Transport, tensors: Mapping[str, torch.Tensor]) -> str 
 
 
 @torch.no_grad()
-def take_largest(transport: Transport, counters: Mapping[str, torch.Tensor]) -> None:
-    """Give integer tensors the largest value that any member has."""
+def take_largest(transport: Transport, counters: Mapping[str, torch.Tensor]) -> int:
+    """Give integer tensors the largest value that any member has; return the bytes sent."""
     if not counters or len(transport.members) == 1:
-        return
+        return 0
     mine = torch.cat([counter.reshape(-1).to("cpu", torch.int64) for counter in counters.values()])
     replies = transport.exchange(bytes(mine.view(torch.uint8).tolist()))()
     largest = torch.stack([torch.frombuffer(bytearray(reply), dtype=torch.int64) for reply in replies]).amax(0)
     parts = largest.split([counter.numel() for counter in counters.values()])
     for counter, part in zip(counters.values(), parts, strict=True):
         counter.copy_(part.view(counter.shape))
+    return (len(transport.members) - 1) * mine.nbytes
 
 
 @torch.no_grad()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cadenza.engine.collectives import average_tensors, take_largest
+from cadenza.engine.buffers import average_buffers
+from cadenza.engine.collectives import average_tensors
 from cadenza.engine.layout import Layout
 from cadenza.engine.level_state import LevelState, OuterInputs
 from cadenza.engine.pending import PendingRound
@@ -116,14 +117,17 @@ class Landing:
         """Average, with the weights of the parameters, or reset what the strategy says beside them."""
         view, strategy, names = self._replica.view, self._strategy, pending.layout.names
         transport, step, weight = group.transport, self._state.moment, result.own_share
-        if strategy.buffers and pending.fragment == 0:
-            average_tensors(transport, view.float_buffers(), step=step, what="buffer", weight=weight)
-            take_largest(transport, view.counters())
+        sent = 0
+        if pending.fragment == 0:
+            sent += average_buffers(self._replica, transport, weight=weight)
         if strategy.optimizer_state == "average":
             tensors = view.optimizer_tensors(names)
             # Who has taken no step yet has no state.
-            average_tensors(transport, tensors, step=step, what="optimizer state", weight=weight, may_be_none=True)
+            sent += average_tensors(
+                transport, tensors, step=step, what="optimizer state", weight=weight, may_be_none=True
+            )
         elif strategy.optimizer_state == "reset":
             view.reset_optimizer_state(names)
         elif group.plan.outer.needs_inner_lr:
             view.reset_momentum(names)
+        result.exchanged.bytes_sent += sent

@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.engine.ddp import covers
 from cadenza.errors import UnsupportedModelError
-from cadenza.strategy import Strategy
+from cadenza.strategy import Buffers, Strategy
 
 __all__ = ["ModelView"]
 
+_STATISTICS = ("running_mean", "running_var")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -76,13 +77,25 @@ class ModelView:
             if callable(reshard) and hasattr(module, "unshard"):
                 reshard()
 
-    def float_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that have a mean."""
-        return {self._plain(name): b for name, b in self._buffers() if b.is_floating_point()}
+    def float_buffers(self, which: Buffers) -> dict[str, torch.Tensor]:
+        """Return the buffers that have a mean: all, none, or those of modules with running statistics."""
+        return {self._plain(name): b for name, b in self._chosen_buffers(which) if b.is_floating_point()}
 
-    def counters(self) -> dict[str, torch.Tensor]:
-        """Return the integer buffers, such as BatchNorm's count of batches."""
-        return {self._plain(name): b for name, b in self._buffers() if not b.is_floating_point() and not b.is_complex()}
+    def counters(self, which: Buffers) -> dict[str, torch.Tensor]:
+        """Return the integer buffers, such as BatchNorm's count of batches: all, none, or those of such modules."""
+        whole = ((name, b) for name, b in self._chosen_buffers(which) if not b.is_floating_point())
+        return {self._plain(name): b for name, b in whole if not b.is_complex()}
+
+    def modules_with_statistics(self) -> list[str]:
+        """Return the names of the modules that have running statistics: BatchNorm and whatever is built like it."""
+        owners = (name.rpartition(".") for name, _ in self._buffers())
+        return list(dict.fromkeys(self._plain(module) for module, _, own in owners if own in _STATISTICS))
+
+    def _chosen_buffers(self, which: Buffers) -> list[tuple[str, torch.Tensor]]:
+        if isinstance(which, bool):
+            return self._buffers() if which else []
+        chosen = set(self.modules_with_statistics())
+        return [(name, b) for name, b in self._buffers() if self._plain(name.rpartition(".")[0]) in chosen]
 
     def describe(self) -> list[str]:
         """Return a line for each parameter and buffer, to be compared between ranks."""

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from cadenza.engine import loading, saving
+from cadenza.engine.buffers import average_buffers
 from cadenza.engine.collectives import average_tensors
 from cadenza.engine.hooks import hook_optimizer, hook_scaler
 from cadenza.engine.model_view import ModelView
@@ -173,8 +174,10 @@ class Synchronizer:
     def finish(self) -> None:
         """Land what is in flight, run one last global round, and close: all ranks end with equal parameters.
 
-        The last round is one like the others, outer step and momentum included, also if its period was cut short. There
-        is none where all have just met. Where workers have anchors of their own, it is a plain mean of the parameters.
+        So do the buffers that the strategy averages, BatchNorm's running statistics by default (not under `skip_round`
+        and `shrink`). The last round is one like the others, outer step and momentum included, also if its period was
+        cut short. There is none where all have just met. Where workers have anchors of their own, it is a plain mean of
+        the parameters.
         """
         self._check_open()
         if self.strategy.balanced:
@@ -182,6 +185,8 @@ class Synchronizer:
         self._rounds.land_all()
         if self._state.clock > self.strategy.warmup_steps:
             self._end_together()
+        else:  # gradients were averaged in every step, but each worker has seen batches of its own
+            average_buffers(self.replica, self._participants.levels[-1].transport, weight=1.0)
         self.close()
 
     @contextmanager
@@ -196,8 +201,8 @@ class Synchronizer:
         view = self.replica.view
         view.settle()
         tensors: dict[str, torch.Tensor] = {**view.parameters()}
-        if self.strategy.buffers:
-            tensors |= view.float_buffers()
+        if self._participants.always_together:
+            tensors |= view.float_buffers(self.strategy.buffers)
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             if self._participants.always_together:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from cadenza.fragments.base import Sized
 
@@ -19,12 +18,12 @@ __all__ = ["find_layers"]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
-@dataclass
 class _Family:
     """Modules of one parent whose names differ only in a number; what each holds, by the rest of the name."""
 
-    wordy: bool
-    members: dict[int, dict[str, int]] = field(default_factory=dict)
+    def __init__(self, *, wordy: bool) -> None:
+        self.wordy = wordy
+        self.members: dict[int, dict[str, int]] = {}
 
     def repeats(self, *, sizes: bool) -> bool:
         """Say whether at least half of the parameters have a twin, of the same size too, in another member."""
