@@ -276,6 +276,9 @@ def streaming_diloco(
 ) -> Strategy:
     """Send a few layers at a time, in 4 bits, while training goes on (arXiv 2501.18512).
 
+    The mean comes back in 4 bits too; ``codec=e3m0(back=int8())`` loses half as much of it for 1.4 times the bytes, and
+    trained no better where it was measured (docs/decisions/0004-codecs.md).
+
     >>> streaming_diloco(delay=3).delay
     3
     """

@@ -14,7 +14,7 @@ __all__ = ["Bucket", "cut", "cut_alone", "overlapping"]
 class Bucket:
     """A run of values of one dtype on one device that travels as one message.
 
-    `gaps` are the places between pieces that hold no value; `alone` says that it may be averaged where it is.
+    Between pieces there may be gaps, which are zeros; `alone` says that it may be averaged where it is.
 
     >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> [bucket] = cut([weight], weight.device, torch.float32, capacity=1024)
@@ -31,30 +31,41 @@ class Bucket:
     pieces: list[torch.Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     numel: int = 0
-    gaps: list[slice] = field(default_factory=list)
     alone: bool = False
-    _starts: list[int] = field(default_factory=list)
+    _gaps: list[int] = field(default_factory=list)  # how many values are free before each piece
     _flat: bool = True
+    _spaced: bool = False
 
     def add(self, piece: torch.Tensor, *, at: int | None = None) -> None:
         """Put a piece behind the others, with a gap if it is to start later."""
         start = self.numel if at is None else at
-        if start > self.numel:
-            self.gaps.append(slice(self.numel, start))
+        self._gaps.append(start - self.numel)
+        self._spaced = self._spaced or start > self.numel
         self.pieces.append(piece)
         self.sizes.append(piece.numel())
-        self._starts.append(start)
         self._flat = self._flat and piece.ndim == 1 and piece.dtype == self.dtype
         self.numel = start + piece.numel()
 
     def pack(self, memory: torch.Tensor) -> None:
         """Copy the values into the first `numel` elements of `memory`; gaps between them are zeros."""
-        if self.gaps:
-            torch._foreach_zero_([memory[gap] for gap in self.gaps])
-        if self._flat and not self.gaps:
-            torch.cat(self.pieces, out=memory[: self.numel])  # for many small pieces half the time of copies
-        else:
-            torch._foreach_copy_(self.places_in(memory), self.pieces)
+        if self._flat:  # one operation: for many small pieces half the time of copies
+            torch.cat(self._pieces_and_zeros() if self._spaced else self.pieces, out=memory[: self.numel])
+            return
+        if self._spaced:
+            torch._foreach_zero_([gap for gap in self._gaps_and_places(memory)[::2] if gap.numel()])
+        torch._foreach_copy_(self.places_in(memory), self.pieces)
+
+    def _pieces_and_zeros(self) -> list[torch.Tensor]:
+        """Return the pieces, and zeros for the gaps between them."""
+        device = self.pieces[0].device
+        zeros = {size: torch.zeros(size, dtype=self.dtype, device=device) for size in set(self._gaps) - {0}}
+        pairs = zip(self._gaps, self.pieces, strict=True)
+        return [part for gap, piece in pairs for part in ((zeros[gap], piece) if gap else (piece,))]
+
+    def _gaps_and_places(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return what is free before each piece, and its place, in turn."""
+        sizes = [size for pair in zip(self._gaps, self.sizes, strict=True) for size in pair]
+        return memory[: self.numel].split_with_sizes(sizes)
 
     def distance2(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the squared distance between the values and `memory`, in fp64."""
@@ -75,8 +86,8 @@ class Bucket:
 
     def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return where each piece lies in `memory`, in its shape."""
-        if self.gaps:
-            places = [memory[start : start + size] for start, size in zip(self._starts, self.sizes, strict=True)]
+        if self._spaced:
+            places = list(self._gaps_and_places(memory)[1::2])
         else:
             places = list(memory[: self.numel].split_with_sizes(self.sizes))
         if self._flat:
