@@ -19,8 +19,8 @@ install: $(STAMP) ## make .venv and install Cadenza into it, editable, with its 
 train: $(STAMP) ## train a small GPT on 4 workers that meet every 16 steps, and draw a report (ARGS="…" go to cadenza train)
 	$(BIN)/cadenza train $(ARGS)
 
-test: $(STAMP) ## run all tests and the doctests of src/cadenza (ARGS="-k name" to choose)
-	$(VENV_PYTHON) -m pytest $(ARGS)
+test: $(STAMP) ## run all tests and the doctests of src/cadenza, on all cores (ARGS="-k name" to choose)
+	$(VENV_PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the direction of imports; changes nothing
 	$(BIN)/ruff check .

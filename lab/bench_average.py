@@ -7,7 +7,7 @@ Every case starts its ranks anew on this machine. Within a case the contenders t
 alike, and medians are compared:
 
     cadenza        average_parameters over what `connect` chooses on this machine: shared memory
-    cadenza-c10d   the same without shared memory, as between machines: Gloo all-reduces of packed buckets
+    cadenza-c10d   the same without shared memory, as between machines: Gloo all-reduces
     torch          torch's average_parameters
     all-reduce     one Gloo all-reduce of one prepared flat buffer: the floor of everything that goes through Gloo
     a-parameter    one all-reduce for each parameter, then a division
@@ -35,10 +35,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters as torch_average
 
 from cadenza.engine.header import Header
-from cadenza.engine.in_place_mean import average_in_place
-from cadenza.engine.packing import Fragment
 from cadenza.model_averaging.utils import average_parameters
-from cadenza.transports import C10dTransport, connect
+from cadenza.transports import connect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIB = 1 << 20
@@ -51,10 +49,19 @@ def make_parameters(millions: float, tensors: int, dtype: torch.dtype) -> list[t
     return [torch.nn.Parameter(torch.randn(each).to(dtype)) for _ in range(tensors)]
 
 
+def between_machines() -> dist.ProcessGroup:
+    """Return a group of all ranks that does not share memory."""
+    group = dist.new_group()
+    os.environ["CADENZA_SHARED_MEMORY"] = "0"
+    connect(group)
+    del os.environ["CADENZA_SHARED_MEMORY"]
+    return group
+
+
 def contenders(parameters: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
     world = dist.group.WORLD
     assert world is not None
-    shared, direct = connect(world), C10dTransport(world)
+    shared, direct = connect(world), between_machines()
     copies = [parameter.detach().clone() for parameter in parameters]
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     header = Header(0, bytes(16), able=True).pack()
@@ -66,7 +73,7 @@ def contenders(parameters: list[torch.nn.Parameter]) -> dict[str, Callable[[], o
 
     return {
         "cadenza": lambda: average_parameters(iter(parameters), world),
-        "cadenza-c10d": lambda: average_in_place(Fragment(parameters), direct),
+        "cadenza-c10d": lambda: average_parameters(iter(parameters), direct),
         "torch": lambda: torch_average(iter(parameters), world),
         "all-reduce": lambda: dist.all_reduce(flat),
         "a-parameter": each_alone,

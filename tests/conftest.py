@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import os
 import signal
 import sys
 import warnings
@@ -8,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
@@ -19,6 +21,10 @@ use_hosts_file_only()  # the stores of tests are in this process: docs/reliabili
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script: programs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Ranks, workers and pytest's own processes share the cores: several threads each would mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns, as this is imported, of its own use of deprecated names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from cadenza.codecs import Codec, dct, e3m0, error_feedback, fp32, topk
 from cadenza.common.checks import as_steps
@@ -13,7 +13,7 @@ from cadenza.outer import Outer, eager, mean, nesterov, sgd, sign
 from cadenza.outer import noloco as noloco_update
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every, moments
-from cadenza.strategy import CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, Weight, as_schedule
+from cadenza.strategy import Buffers, CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, Weight, as_schedule
 from cadenza.topology import random_pairs
 from cadenza.weighting import edit_norms
 
@@ -69,7 +69,7 @@ class _StreamingOptions(CommonOptions, total=False):
 class _DesLocOptions(TypedDict, total=False):  # without those that optimizer state of its own periods rules out
     fragments: Fragmentation
     warmup_steps: int
-    buffers: bool
+    buffers: Buffers
     weight: Weight
     offload: bool
     measure_drift: bool
@@ -276,6 +276,9 @@ def streaming_diloco(
 ) -> Strategy:
     """Send a few layers at a time, in 4 bits, while training goes on (arXiv 2501.18512).
 
+    The mean comes back in 4 bits too; ``codec=e3m0(back=int8())`` loses half as much of it for 1.4 times the bytes, and
+    trained no better where it was measured (docs/decisions/0004-codecs.md).
+
     >>> streaming_diloco(delay=3).delay
     3
     """
@@ -290,14 +293,18 @@ def sparse_loco(
     outer_lr: float = 1.0,
     density: float = 0.02,
     decay: float = 0.95,
+    mean_of: Literal["all", "senders"] = "senders",
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Send only the largest changes, in 2 bits, and keep what was not sent for later (arXiv 2508.15706).
 
+    A value's mean is over the workers that have sent it, as in the authors' code; ``mean_of="all"`` is the paper's
+    formula, in which the others count as 0.
+
     >>> sparse_loco(density=0.01).levels[0].codec.sparse
     True
     """
-    codec = error_feedback(topk(density=density), decay=decay)
+    codec = error_feedback(topk(density=density, mean_of=mean_of), decay=decay)
     return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec, outer=sgd(lr=outer_lr)),), **options)
 
 

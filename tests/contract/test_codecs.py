@@ -41,9 +41,11 @@ CODECS = [
     Case(codecs.int8(block=100), 0.27, lambda size, largest: largest / 253.9),
     Case(codecs.e3m0(), 0.15, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
     Case(codecs.e3m0(block=64), 0.16, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
+    Case(codecs.e3m0(back=codecs.int8()), 0.15, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
     Case(codecs.topk(), 0.01, lambda size, largest: largest * 1.01),
     Case(codecs.topk(0.3, chunk=50, bits=4), 0.3, lambda size, largest: largest * 1.01),
     Case(codecs.topk(1.0, chunk=128, bits=8), 0.7, lambda size, largest: largest / 200),
+    Case(codecs.topk(mean_of="senders"), 0.01, lambda size, largest: largest * 1.01),
     Case(codecs.error_feedback(codecs.int8()), 0.27, lambda size, largest: largest / 253.9),
     Case(codecs.error_feedback(codecs.topk(), decay=0.95), 0.01, lambda size, largest: largest * 1.01),
 ]
@@ -59,6 +61,7 @@ def one_thread() -> Iterator[None]:
 
 
 every_codec = pytest.mark.parametrize("case", CODECS, ids=lambda case: repr(case.codec))
+LARGEST = torch.finfo(torch.float32).max
 LARGE = 300_001  # values: several pieces, and a last block that is not full
 
 
@@ -166,6 +169,15 @@ def test_signs_are_treated_alike(case: Case, values: torch.Tensor) -> None:
 @for_all(any_values)
 def test_finite_values_stay_finite(case: Case, values: torch.Tensor) -> None:
     assert returned(case.codec, values).isfinite().all()
+
+
+@every_codec
+@for_all(st.lists(st.floats(-LARGEST, LARGEST, width=32), min_size=1, max_size=600).map(torch.tensor))
+def test_finite_values_stay_finite_up_to_the_end_of_fp32(case: Case, values: torch.Tensor) -> None:
+    total = torch.zeros_like(values)
+    case.codec.decode_add(encoded(case.codec, values), total, 0.5)
+    assert returned(case.codec, values).isfinite().all()
+    assert total.isfinite().all()
 
 
 @every_codec

@@ -6,6 +6,7 @@ and `decode` gives, the same bits on all ranks, and residuals must wait for the 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -32,11 +33,17 @@ CODECS: dict[str, Codec] = {
     "int8 in small blocks": codecs.int8(block=16),
     "e3m0": codecs.e3m0(),
     "e3m0 in small blocks": codecs.e3m0(block=16),
+    "e3m0 back in int8": codecs.e3m0(back=codecs.int8()),
+    "e3m0 back in larger blocks": codecs.e3m0(block=16, back=codecs.int8(block=24)),
+    "e3m0 back as it is": codecs.e3m0(block=64, back=codecs.fp32()),
     "topk": codecs.topk(0.1),
+    "topk of senders": codecs.topk(0.1, mean_of="senders"),
     "topk of 8 bits": codecs.topk(0.3, chunk=64, bits=8),
     "bf16 with feedback": codecs.error_feedback(codecs.bf16()),
     "int8 with feedback": codecs.error_feedback(codecs.int8(block=32)),
     "e3m0 with feedback": codecs.error_feedback(codecs.e3m0(block=16), decay=0.9),
+    "e3m0 back in int8 with feedback": codecs.error_feedback(codecs.e3m0(block=32, back=codecs.int8(block=16))),
+    "topk of senders with feedback": codecs.error_feedback(codecs.topk(0.1, mean_of="senders"), decay=0.95),
     "topk with feedback": codecs.error_feedback(codecs.topk(0.1), decay=0.95),
 }
 LOSSY = {name: codec for name, codec in CODECS.items() if not codec.exact}
@@ -125,7 +132,7 @@ def check_residual(where: str, codec: Codec, residual: Residual, reference: Enco
     if codec.sparse:
         assert residual.share.numel() == 0
         return
-    row = row_of(reference.numel, dist.get_world_size(), codec.block)
+    row = row_of(reference.numel, dist.get_world_size(), math.lcm(codec.block, codec.back.block))
     owned = reference.owners_residual[dist.get_rank() * row :][:row]
     assert torch.equal(residual.share[: owned.numel()], owned), f"{where}: the owner's residual"
     assert not residual.share[owned.numel() :].any(), where
@@ -158,7 +165,7 @@ def exchange_large(name: str) -> torch.Tensor:
 
 
 @EITHER_TRANSPORT
-@pytest.mark.parametrize("name", ["fp32", "int8", "e3m0", "topk"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "e3m0", "e3m0 back in int8", "topk", "topk of senders"])
 def test_values_longer_than_a_message_are_cut_without_a_trace(ranks: RankPool, name: str, shared: bool) -> None:
     first, second, third = ranks.run(3, exchange_large, name, env=env(shared))
     assert same_bits(first, second)
@@ -254,7 +261,11 @@ def debt_of_many(codec: Codec) -> list[float]:
     return debts
 
 
-@pytest.mark.parametrize("codec", [codecs.e3m0(), codecs.int8(), codecs.topk(0.2)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec",
+    [codecs.e3m0(), codecs.int8(), codecs.topk(0.2), codecs.e3m0(back=codecs.int8()), codecs.e3m0(back=codecs.fp32())],
+    ids=lambda codec: codec.name,
+)
 def test_feedback_keeps_the_debt_bounded_where_it_would_grow(ranks: RankPool, codec: Codec) -> None:
     for (_, without), (early, late) in zip(
         ranks.run(3, debt_of_many, codec), ranks.run(3, debt_of_many, codecs.error_feedback(codec)), strict=True
@@ -274,7 +285,8 @@ def counted(name: str) -> Any:
 @pytest.mark.parametrize("name", CODECS)
 def test_bytes_and_losses_are_counted(ranks: RankPool, name: str, count: int) -> None:
     codec = CODECS[name]
-    row = codec.encoded_bytes(row_of(1000, count, codec.block))
+    values = row_of(1000, count, math.lcm(codec.block, codec.back.block))
+    row, row_back = codec.encoded_bytes(values), codec.back.encoded_bytes(values)
     for sent, encoded, raw, error2 in ranks.run(count, counted, name):
         assert raw == 4000
         if codec.exact:
@@ -282,7 +294,7 @@ def test_bytes_and_losses_are_counted(ranks: RankPool, name: str, count: int) ->
         elif codec.sparse:
             assert (sent, encoded) == ((count - 1) * codec.encoded_bytes(1000), codec.encoded_bytes(1000))
         else:
-            assert (sent, encoded) == (2 * (count - 1) * row, count * row)
+            assert (sent, encoded) == ((count - 1) * (row + row_back), count * row)
         assert (error2 > 0) is not codec.exact
 
 
@@ -325,7 +337,7 @@ def staged(name: str, numel: int) -> torch.Tensor:
     stage = Stage(connect(inside), connect(across))
     weights = weights_of(True)
     values = contribution(rank, numel)
-    part = stage_part(values, stage)
+    part = stage_part(values, stage, codec)
     residual = Residual.zeros(part, stage.across, codec) if codec.feedback is not None else None
     mine = weights[:2] if rank < 2 else weights[2:]
     done = exchange_staged(values, stage, codec, weights=mine, residual=residual)

@@ -18,6 +18,6 @@ POLICIES: list[FaultPolicy] = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_keeps_its_contract(policy: FaultPolicy) -> None:
     check_fault_policy(policy)

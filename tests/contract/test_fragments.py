@@ -18,6 +18,6 @@ FRAGMENTATIONS: list[Fragmentation] = [
 ]
 
 
-@pytest.mark.parametrize("fragmentation", FRAGMENTATIONS, ids=repr)
+@pytest.mark.parametrize("fragmentation", FRAGMENTATIONS)
 def test_keeps_its_contract(fragmentation: Fragmentation) -> None:
     check_fragmentation(fragmentation)

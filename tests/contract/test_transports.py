@@ -109,7 +109,7 @@ def average_all_sizes(opening: Open, dtype: torch.dtype) -> None:
 
 @EVERY_TRANSPORT
 @EVERY_SIZE
-@pytest.mark.parametrize("dtype", WIRE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", WIRE_DTYPES)
 def test_values_become_their_mean_the_same_bits_on_all_ranks(
     ranks: RankPool, opening: Open, world: int, dtype: torch.dtype
 ) -> None:
@@ -231,7 +231,7 @@ def average_the_same_everywhere(opening: Open, dtype: torch.dtype) -> None:
 
 @DIFFERENT
 @EVERY_SIZE
-@pytest.mark.parametrize("dtype", WIRE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", WIRE_DTYPES)
 def test_the_mean_of_equal_values_is_that_value(ranks: RankPool, opening: Open, world: int, dtype: torch.dtype) -> None:
     run(ranks, opening, world, average_the_same_everywhere, dtype)
 

@@ -22,7 +22,7 @@ from support.models import CASES
 from support.ranks import RankPool, outcome
 from support.sides import OURS, TORCH, Side
 
-BOTH = pytest.mark.parametrize("side", [TORCH, OURS], ids=str)
+BOTH = pytest.mark.parametrize("side", [TORCH, OURS])
 TRANSPORTS = pytest.mark.parametrize(
     "env",
     [{"CADENZA_SHARED_MEMORY": "1"}, {"CADENZA_SHARED_MEMORY": "0"}],
@@ -434,7 +434,7 @@ def average_half(side: Side, dtype: torch.dtype) -> float:
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_point_15_sixteen_bit_values_are_summed_in_fp32(
     ranks: RankPool, env: dict[str, str], dtype: torch.dtype
 ) -> None:
@@ -468,7 +468,7 @@ def memory_kib(field: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
 @TRANSPORTS
-@pytest.mark.parametrize(("tensors", "dtype"), [(1, torch.float32), (200, torch.float32), (8, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("tensors", "dtype"), [(1, torch.float32), (200, torch.float32), (8, torch.bfloat16)])
 def test_point_16_extra_memory_is_bounded_by_the_buckets(
     ranks: RankPool, env: dict[str, str], tensors: int, dtype: torch.dtype
 ) -> None:

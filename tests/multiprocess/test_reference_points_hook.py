@@ -18,7 +18,7 @@ from cadenza.errors import CadenzaError
 from support.ranks import RankPool, outcome
 from support.sides import OURS, TORCH, Side
 
-BOTH = pytest.mark.parametrize("side", [TORCH, OURS], ids=str)
+BOTH = pytest.mark.parametrize("side", [TORCH, OURS])
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.00001}
 

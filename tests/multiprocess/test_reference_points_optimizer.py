@@ -25,7 +25,7 @@ from support.compare import assert_same_on_ranks, same_bits, values_of, warned
 from support.ranks import RankPool, outcome
 from support.sides import OURS, TORCH, Side
 
-BOTH = pytest.mark.parametrize("side", [TORCH, OURS], ids=str)
+BOTH = pytest.mark.parametrize("side", [TORCH, OURS])
 
 
 def layer_of_rank() -> nn.Linear:
@@ -223,6 +223,29 @@ def save_and_load(side: Side) -> list[Any]:
 def test_point_21_the_state_dict_has_a_step_and_loading_one_without_it_warns(ranks: RankPool, side: Side) -> None:
     expected = [["param_groups", "state", "step"], 3, [], 3, [NO_STEP], 0]
     assert ranks.run(2, save_and_load, side) == [expected] * 2
+
+
+def reload_without_step(side: Side, path: str) -> list[Any]:
+    """As PyTorch's own test of reloading does: save from rank 0, load on all, then load again without the step."""
+    layer = layer_of_rank()
+    optimizer, fresh = optimizer_of(side, layer), optimizer_of(side, layer)
+    train(layer, optimizer, 3)
+    if dist.get_rank() == 0:
+        torch.save({"optimizer": optimizer.state_dict()}, path)
+    dist.barrier()
+    saved = torch.load(path)["optimizer"]
+    fresh.load_state_dict(saved)
+    restored = fresh.averager.step
+    del saved["step"]
+    told = warned(fresh.load_state_dict, saved)
+    return [restored, [t[:2] for t in told], fresh.averager.step, "step" in saved]
+
+
+@BOTH
+def test_point_21_a_step_kept_elsewhere_does_not_hide_that_the_step_is_missing(
+    ranks: RankPool, side: Side, tmp_path: Path
+) -> None:
+    assert ranks.run(2, reload_without_step, side, str(tmp_path / "saved")) == [[3, [NO_STEP], 0, False]] * 2
 
 
 def save_to_a_file(side: Side) -> list[Any]:

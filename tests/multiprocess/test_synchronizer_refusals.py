@@ -45,7 +45,7 @@ def assert_refused(results: list[tuple[tuple[Any, ...], bool]], kind: str, *word
         assert unchanged
 
 
-# ---- the door ------------------------------------------------------------------------------------------------------
+# ---- preflight ------------------------------------------------------------------------------------------------------
 
 
 def with_strategies(*strategies: Strategy) -> Any:
@@ -390,10 +390,10 @@ def leave_by_an_exception(strategy: Strategy, leaver: int) -> Any:
                     raise Boom
 
     result = outcome(block)
-    couriers = [thread for thread in threading.enumerate() if thread.name.startswith("cadenza")]
-    for thread in couriers:
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("cadenza")]
+    for thread in threads:
         thread.join(10)
-    return result[:2], outcome(sync.step)[1], any(thread.is_alive() for thread in couriers)
+    return result[:2], outcome(sync.step)[1], any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("delay", [0, 2])
@@ -420,10 +420,10 @@ def leave_together_in_mid_flight() -> Any:
             raise Boom
 
     result = outcome(block)
-    couriers = [thread for thread in threading.enumerate() if thread.name.startswith("cadenza")]
-    for thread in couriers:
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("cadenza")]
+    for thread in threads:
         thread.join(10)
-    return result[1], any(thread.is_alive() for thread in couriers)
+    return result[1], any(thread.is_alive() for thread in threads)
 
 
 def test_leaving_in_mid_flight_leaves_no_thread_behind(ranks: RankPool) -> None:

@@ -172,16 +172,16 @@ def staged_int8(codec: Any, pairs: list[list[torch.Tensor]]) -> torch.Tensor:
 def test_levels_may_differ_in_codec_and_outer_update(ranks: RankPool) -> None:
     traces = ranks.run(4, train, LEVELS, 9)
     workers = Workers(CASES["mlp"], 4, momentum_sgd)
-    anchor = workers.snapshot()[0]
+    anchor = algorithms.flat_in_blocks(workers.parameters[0], 16)
     outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
     history = []
 
     def meet_all() -> None:
-        deltas = [anchor - x for x in workers.snapshot()]
+        deltas = [anchor - algorithms.flat_in_blocks(tensors, 16) for tensors in workers.parameters]
         anchor.grad = staged_int8(codecs.int8(block=16), [deltas[:2], deltas[2:]])
         outer.step()
         for tensors in workers.parameters:
-            algorithms.unflatten(anchor, tensors)
+            algorithms.out_of_blocks(anchor, tensors, 16)
 
     for n in range(1, 10):
         workers.local_step(n)

@@ -51,7 +51,7 @@ def describe(side: Side, levels: Levels, members: list[int] | None = None) -> di
     return {**found, "due": chosen}
 
 
-@pytest.mark.parametrize("levels", HIERARCHIES, ids=str)
+@pytest.mark.parametrize("levels", HIERARCHIES)
 def test_groups_and_the_level_due_at_each_step_agree(ranks: RankPool, levels: Levels) -> None:
     assert ranks.run(4, describe, OURS, levels) == ranks.run(4, describe, TORCH, levels)
 
@@ -95,12 +95,12 @@ def test_parameters_agree_after_every_step(ranks: RankPool, transport: dict[str,
     ranks.run(4, train_side_by_side, case, [(2, 2), (4, 4)], 18, 3, env=transport)
 
 
-@pytest.mark.parametrize("levels", [HIERARCHIES[1], HIERARCHIES[3], HIERARCHIES[5]], ids=str)
+@pytest.mark.parametrize("levels", [HIERARCHIES[1], HIERARCHIES[3], HIERARCHIES[5]])
 def test_parameters_agree_with_other_hierarchies(ranks: RankPool, levels: Levels) -> None:
     ranks.run(4, train_side_by_side, "mlp", levels, 20, 5)
 
 
-@pytest.mark.parametrize("levels", [[(2, 2)], [(2, 1), (4, 2)]], ids=str)
+@pytest.mark.parametrize("levels", [[(2, 2)], [(2, 1), (4, 2)]])
 def test_parameters_agree_on_two_ranks(ranks: RankPool, levels: Levels) -> None:
     ranks.run(2, train_side_by_side, "tied_transformer", levels, 20, 5)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from cadenza.codecs import Codec
+from cadenza.codecs import Codec, CombiningCodec
 from support.models import Case
 
 History = list[list[torch.Tensor]]
@@ -72,6 +72,20 @@ def unflatten(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write flat values back into the tensors."""
     for part, tensor in zip(values.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))
+
+
+def flat_in_blocks(tensors: Sequence[torch.Tensor], block: int) -> torch.Tensor:
+    """One copy of all values; every tensor starts at a multiple of a block, and zeros lie between them."""
+    padded = [torch.nn.functional.pad(t.detach().reshape(-1), (0, -t.numel() % block)) for t in tensors[:-1]]
+    return torch.cat([*padded, tensors[-1].detach().reshape(-1)])
+
+
+def out_of_blocks(values: torch.Tensor, tensors: Sequence[torch.Tensor], block: int) -> None:
+    """Write such a copy back into the tensors."""
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(values[start : start + tensor.numel()].view(tensor.shape))
+        start += math.ceil(tensor.numel() / block) * block
 
 
 def mean(rows: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
@@ -253,7 +267,14 @@ def streaming_diloco(
 
 
 def sparse_loco(
-    workers: Workers, steps: int, *, period: int, codec: Codec, decay: float = 0.95, lr: float = 1.0
+    workers: Workers,
+    steps: int,
+    *,
+    period: int,
+    codec: Codec,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    of_senders: bool = True,
 ) -> History:
     """Top-k of (difference + what was not sent before); the union is averaged; an outer step of plain SGD."""
     history = []
@@ -265,7 +286,8 @@ def sparse_loco(
         sent = [round_trip(codec, values) for values in wanted]
         for rest, values, got in zip(left, wanted, sent, strict=True):
             rest.copy_(decay * (values - got))
-        anchor.sub_(lr * mean(sent))
+        total, senders = torch.stack(sent).sum(0), (torch.stack(sent) != 0).sum(0)
+        anchor.sub_(lr * total / (senders.clamp(min=1) if of_senders else len(workers)))
         for tensors in workers.parameters:
             unflatten(anchor, tensors)
 
@@ -284,15 +306,15 @@ def compressed_diloco(
 ) -> History:
     """DiLoCo whose differences are encoded, reduced by their owners and encoded once more, with error feedback."""
     history = []
-    anchor = workers.snapshot()[0]
+    anchor = flat_in_blocks(workers.parameters[0], codec.block)
     outer = Nesterov([anchor], lr, momentum)
     reduction = EncodedMean(codec, len(workers), anchor.numel())
 
     def come_together() -> None:
-        anchor.grad = reduction([anchor - x for x in workers.snapshot()])
+        anchor.grad = reduction([anchor - flat_in_blocks(tensors, codec.block) for tensors in workers.parameters])
         outer.step()
         for tensors in workers.parameters:
-            unflatten(anchor, tensors)
+            out_of_blocks(anchor, tensors, codec.block)
 
     for n in range(1, steps + 1):
         workers.local_step(n)
@@ -344,13 +366,18 @@ class EncodedMean:
         decay = self.codec.feedback or 0.0
         weights = weights or [1 / self.members] * self.members
         total = torch.zeros(self.numel)
+        of_senders, sent = torch.zeros(2, self.numel, dtype=torch.float64)
         for rank, (values, weight) in enumerate(zip(contributions, weights, strict=True)):
             wanted = values + self.residuals[rank]
             self.codec.decode_add(encoded(self.codec, wanted), total, weight)
+            of_senders += weight * round_trip(self.codec, wanted).double()
+            sent += weight * (round_trip(self.codec, wanted) != 0).double()
             self.residuals[rank] = decay * (wanted - round_trip(self.codec, wanted))
+        if isinstance(self.codec, CombiningCodec):  # the mean of those who have sent a value
+            return torch.where(sent > 0, of_senders / sent * sum(weights), 0.0).float()
         if self.codec.sparse:  # everyone sums; nobody encodes the sum
             return total
         total = total + self.owners_residual
-        result = round_trip(self.codec, total)
+        result = round_trip(self.codec.back, total)
         self.owners_residual = decay * (total - result)
         return result

@@ -87,9 +87,21 @@ PRESETS: dict[str, tuple[Strategy, Reference, bool]] = {
         lambda w: algorithms.sparse_loco(w, 10, period=4, codec=codecs.topk(density=0.1)),
         False,
     ),
+    "sparse_loco of all": (
+        cadenza.sparse_loco(4, density=0.1, mean_of="all"),
+        lambda w: algorithms.sparse_loco(w, 10, period=4, codec=codecs.topk(density=0.1), of_senders=False),
+        False,
+    ),
     "int8 diloco": (
         cadenza.diloco(4, codec=codecs.int8(block=16)),
         lambda w: algorithms.compressed_diloco(w, 10, period=4, codec=codecs.int8(block=16)),
+        False,
+    ),
+    "e3m0 diloco back in int8": (
+        cadenza.diloco(4, codec=codecs.e3m0(block=16, back=codecs.int8(block=16))),
+        lambda w: algorithms.compressed_diloco(
+            w, 10, period=4, codec=codecs.e3m0(block=16, back=codecs.int8(block=16))
+        ),
         False,
     ),
     "e3m0 diloco with error feedback": (

@@ -77,7 +77,7 @@ def test_streaming_diloco_takes_a_schedule_for_its_period() -> None:
 
 def test_sparse_loco_is_that_of_2508_15706() -> None:
     plan = level(cadenza.sparse_loco())
-    assert plan.codec == codecs.error_feedback(codecs.topk(density=0.02, bits=2), decay=0.95)
+    assert plan.codec == codecs.error_feedback(codecs.topk(density=0.02, bits=2, mean_of="senders"), decay=0.95)
     assert plan.outer == sgd(lr=1.0)
 
 

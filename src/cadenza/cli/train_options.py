@@ -90,7 +90,8 @@ NoReport: TypeAlias = Annotated[bool, _option("Draw no report at the end.", RUN,
 StrategyName: TypeAlias = Annotated[
     str | None,
     _option(
-        "ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco (the default), streaming_diloco or sparse_loco.",
+        "ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco (the default), streaming_diloco, sparse_loco, "
+        "des_loc, eager_diloco, edit or muloco.",
         STRATEGY,
         autocompletion=_complete_strategy,
     ),

@@ -49,7 +49,10 @@ class Codec(Protocol):
 
     @property
     def aligned(self) -> bool:
-        """Whether no block may hold values of two tensors: every tensor starts at a multiple of `block` then."""
+        """Whether no block should hold values of two tensors: every tensor starts at a multiple of `block` then.
+
+        Small neighbours share blocks where rounds would become much longer.
+        """
         ...
 
     @property
@@ -60,6 +63,14 @@ class Codec(Protocol):
     @property
     def feedback(self) -> float | None:
         """The decay of the residual that is fed back into the next round, or None."""
+        ...
+
+    @property
+    def back(self) -> Codec:
+        """How the owners of shares write the mean on its way back to all: itself, or a codec that loses less.
+
+        Codecs that are `sparse` are gathered whole and have no way back.
+        """
         ...
 
     def encoded_bytes(self, numel: int) -> int:
@@ -109,9 +120,9 @@ class ShapedCodec(Codec, Protocol):
 class CombiningCodec(Codec, Protocol):
     """A sparse codec whose mean is another than that of the decoded values, such as one over the senders of each value.
 
-    >>> from cadenza.codecs import dct, topk
-    >>> isinstance(dct(), CombiningCodec), isinstance(topk(), CombiningCodec)
-    (True, False)
+    >>> from cadenza.codecs import topk
+    >>> isinstance(topk(), CombiningCodec), isinstance(topk(mean_of="senders"), CombiningCodec)
+    (False, True)
     """
 
     def combine(self, contributions: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float]) -> None:

@@ -19,6 +19,7 @@ __all__ = ["dct"]
 
 _BITS = 24  # of a whole number that stands for a coefficient or for an entry of the transform
 _MOST = 1 << 20  # values in a message, as for other sparse codecs
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def dct(k: int = 32, *, chunk: int = 64) -> ShapedCodec:
@@ -131,6 +132,10 @@ class Dct:
                 else:
                     messages.append([part])
         return [(_numel(grids), replace(self, grids=tuple(grids))) for grids in messages]
+
+    @property
+    def back(self) -> Codec:
+        return self
 
     def encoded_bytes(self, numel: int) -> int:
         return sum(self._bytes(grid) for grid in self._grids(numel))
@@ -251,7 +256,7 @@ def _forward(blocks: torch.Tensor) -> torch.Tensor:
     """Return the frequencies of blocks (down, height, across, width) in fp32, a matrix a block."""
     stacked = blocks.transpose(1, 2).to(torch.float64).flatten(0, 1)
     high, wide = (_basis(size, blocks.device) for size in stacked.shape[1:])
-    return (high.T @ stacked @ wide).mul_(2.0 ** (-2 * _BITS)).to(torch.float32)
+    return _as_fp32((high.T @ stacked @ wide).mul_(2.0 ** (-2 * _BITS)))
 
 
 def _backward(frequencies: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -263,7 +268,12 @@ def _backward(frequencies: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     # At most 2**24 · 2**24 · 16, the most that a column of 256 sums up to: every order of the sums gives the same.
     values = _basis(height, blocks.device) @ whole.view(-1, height, width)
     values.mul_((scale * next_scale * 2.0 ** (-2 * _BITS)).unsqueeze(2))
-    return values.to(torch.float32).view(down, across, height, width).transpose(1, 2)
+    return _as_fp32(values).view(down, across, height, width).transpose(1, 2)
+
+
+def _as_fp32(values: torch.Tensor) -> torch.Tensor:
+    """Round values in float64, which are overwritten; a sum of large ones ends at fp32's largest number."""
+    return values.clamp_(-_LARGEST, _LARGEST).to(torch.float32)
 
 
 def _whole_numbers(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

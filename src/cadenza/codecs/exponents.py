@@ -23,11 +23,12 @@ _FINE = 2.0**0.25  # from one fine scale to the next
 _NOTHING = 2.0**-100  # blocks whose largest magnitude is below this lose their values: 1 / it must stay finite
 _LEAST = 2.0**-64  # the smallest fine scale; the logarithm of zero would take ten times as long
 _MOST = torch.finfo(torch.float32).max
+_AWAY = 2.0**-24  # keeps a number whose inverse is taken from fp32's end, where the inverse would lose its digits
 _SHIFT = 2.0**-8  # brings the largest level to exponent 7 of half precision, and what is below the smallest to 0
 _POWER = -0x800000  # the bits of an fp32 number that are its sign and its exponent
 
 
-def e3m0(*, block: int = 512) -> Codec:
+def e3m0(*, block: int = 512, back: Codec | None = None) -> Codec:
     """Send values as a sign and three exponent bits, as in Streaming DiLoCo (arXiv 2501.18512), two to a byte.
 
     The paper leaves the details open; here they are.
@@ -45,13 +46,19 @@ def e3m0(*, block: int = 512) -> Codec:
     - *Bytes*: a value is the four bits `s e e e`. In a block of n values, byte j holds value j in its low half and
       value j + n/2 in its high half. First come all t, then all c, then all values. 0.143 of fp32's bytes.
 
+    Args:
+        block: How many values share an fp32 scale.
+        back: How the mean is written on its way back, such as `int8()`: then what is lost is lost once. Without it the
+            mean is written in 4 bits too.
+
     >>> codec, out = e3m0(), torch.empty(4)
     >>> data = torch.empty(codec.encoded_bytes(4), dtype=torch.uint8)
     >>> codec.encode(torch.tensor([4.0, -1.0, 0.125, 0.0]), data); codec.decode(data, out); out
     tensor([ 4.0000, -1.0000,  0.1250,  0.0000])
     """
     check_whole_number("block", block, least=_GROUP, most=65536, multiple=_GROUP)
-    return Exponents(block)
+    _check_back(back)
+    return Exponents(block, back)
 
 
 @dataclass(frozen=True)
@@ -59,12 +66,20 @@ class Exponents:
     """Block quantisation to powers of two: all the scales of blocks, those of groups, then all the values."""
 
     block: int
-    name: ClassVar[str] = "e3m0"
+    way_back: Codec | None = None
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     feedback: ClassVar[float | None] = None
-    aligned: ClassVar[bool] = False
+    aligned: ClassVar[bool] = True
     shaped: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "e3m0" if self.way_back is None else f"e3m0(back={self.way_back.name})"
+
+    @property
+    def back(self) -> Codec:
+        return self.way_back or self
 
     def encoded_bytes(self, numel: int) -> int:
         return sum(sum(sizes) for sizes in self._sizes(numel))
@@ -95,7 +110,7 @@ class Exponents:
         for rows, codes, fine, scale_bytes in self._pieces(out, data):
             levels = _levels(codes).to(torch.float32)
             _grouped(levels, fine).mul_(_scales(fine, read(scale_bytes, torch.float32)))
-            rows.copy_(levels[:, : rows.shape[1]])
+            torch.mul(levels[:, : rows.shape[1]], 1 / _SHIFT, out=rows)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
@@ -108,7 +123,7 @@ class Exponents:
         for rows, codes, fine, scale_bytes in self._pieces(out, data):
             levels = _levels(codes).to(torch.float32)
             _grouped(levels, fine).mul_(_scales(fine, read(scale_bytes, torch.float32) * weight))
-            rows.add_(levels[:, : rows.shape[1]])
+            rows.add_(levels[:, : rows.shape[1]].mul_(1 / _SHIFT))  # a power of two: exact
 
     def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut values, the bytes that they become, and those of their groups' and blocks' scales."""
@@ -127,6 +142,18 @@ class Exponents:
         rows = -(-rest // groups)
         rows += rows * groups % 2
         return [whole, (4, groups, rows * groups // 2)]
+
+
+def _check_back(back: object) -> None:
+    if back is None:
+        return
+    if not isinstance(back, Codec):
+        raise TypeError(f"back is {back!r}; give the codec that writes the mean, such as int8().")
+    if back.sparse or back.shaped or back.feedback is not None:
+        raise ValueError(
+            f"back is {back.name}; give a codec that writes every value, such as int8(). Error feedback goes around "
+            "both ways: error_feedback(e3m0(back=int8()))."
+        )
 
 
 def _grouped(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -153,7 +180,7 @@ def _encode(
     # The first scale that is at most 2^¼ times the group's largest magnitude.
     in_group.div_(largest).clamp_(min=_LEAST)
     first = torch.log2(in_group).mul_(-4).ceil_().clamp_(0, 254)
-    torch.mul(rows, largest.mul_(_FINE).clamp_(max=_MOST).reciprocal_(), out=one)
+    torch.mul(rows, largest.mul_(_FINE).clamp_(max=_MOST).mul_(_AWAY).reciprocal_(), out=one)
     chosen = _choose(one, first, two, wide)
     fine.copy_(chosen)
     torch.mul(_grouped(one, fine), _power(chosen).mul_(_SHIFT), out=_grouped(two, fine))
@@ -167,7 +194,7 @@ def _encode(
 
 
 def _choose(rows: torch.Tensor, first: torch.Tensor, scaled: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """Return the first scale of each group, or the next one if that loses less; rows are in the block's units.
+    """Return the first scale of each group, or the next one if that loses less; rows are in the block's units / _AWAY.
 
     A third and a fourth would lose 3 % less in all, and take half as long again.
     """
@@ -185,17 +212,18 @@ def _lost(scaled: torch.Tensor, groups: torch.Tensor, wide: torch.Tensor) -> tor
 
 
 def _power(fine: torch.Tensor) -> torch.Tensor:
-    return torch.exp2(fine * 0.25).unsqueeze(1)
+    """Return what brings rows to the units of their group."""
+    return torch.exp2(fine * 0.25).mul_(_AWAY).unsqueeze(1)
 
 
 def _scales(fine: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the groups' scales, by `_SHIFT`: one rounded product, of numbers that are the same on every machine."""
+    """Return the groups' scales: one rounded product, of numbers that are the same on every machine."""
     return (_table(fine.device)[fine.to(torch.int64)] * scales).unsqueeze(1)
 
 
 @cache
 def _table(device: torch.device) -> torch.Tensor:
-    return torch.tensor([2.0 ** (-c / 4) / _SHIFT for c in range(256)], dtype=torch.float32, device=device)
+    return torch.tensor([2.0 ** (-c / 4) for c in range(256)], dtype=torch.float32, device=device)
 
 
 def _levels(codes: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
-from cadenza.codecs.base import Codec, ShapedCodec
+from cadenza.codecs.base import Codec, CombiningCodec, ShapedCodec
 from cadenza.common.checks import check_share
 
 __all__ = ["error_feedback"]
@@ -16,8 +17,9 @@ __all__ = ["error_feedback"]
 def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
     """Ask rounds to keep what `codec` loses, and to send it later.
 
-    A round encodes c = difference + residual, and keeps residual = decay · (c − what c comes back as). The residuals
-    live with the round, not here: this only says that there are some.
+    A round encodes c = difference + residual, and keeps residual = decay · (c − what c comes back as). The owner of a
+    share does the same with its mean, by what `codec.back` loses. The residuals live with the round, not here: this
+    only says that there are some.
 
     Args:
         codec: Any codec that loses something.
@@ -34,7 +36,8 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
     if codec.feedback is not None:
         raise ValueError(f"error_feedback({codec.name}): its loss is fed back already; wrap a codec once.")
     check_share("decay", decay, of="the loss to keep")
-    return ErrorFeedback(codec, float(decay))
+    kind = CombiningErrorFeedback if isinstance(codec, CombiningCodec) else ErrorFeedback
+    return kind(codec, float(decay))
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,12 @@ class ErrorFeedback:
     def shaped(self) -> bool:
         return self.codec.shaped
 
+    @property
+    def back(self) -> Codec:
+        return self.codec.back
+
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
-        return ErrorFeedback(_shaped(self.codec).for_shapes(shapes), self.feedback)
+        return replace(self, codec=_shaped(self.codec).for_shapes(shapes))
 
     def split(self, row_bytes: int) -> Sequence[tuple[int, Codec]]:
         return _shaped(self.codec).split(row_bytes)
@@ -85,6 +92,14 @@ class ErrorFeedback:
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         self.codec.decode_add(data, out, weight)
+
+
+@dataclass(frozen=True)
+class CombiningErrorFeedback(ErrorFeedback):
+    """The same around a codec that has a mean of its own."""
+
+    def combine(self, contributions: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float]) -> None:
+        cast(CombiningCodec, self.codec).combine(contributions, out, weights)
 
 
 def _shaped(codec: Codec) -> ShapedCodec:

@@ -60,6 +60,10 @@ class Floats:
     def exact(self) -> bool:
         return self.dtype == torch.float32
 
+    @property
+    def back(self) -> Codec:
+        return self
+
     def encoded_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 

@@ -18,6 +18,8 @@ __all__ = ["int8"]
 
 _NOTHING = 2.0**-100  # blocks whose largest magnitude is below this lose their values: 127 / it must stay finite
 _LARGEST = 127.0
+_LARGEST_SCALE = float.fromhex("0x1.020406p121")  # of which 127 are finite
+_AWAY = 2.0**-24  # keeps a number whose inverse is taken from fp32's end, where the inverse would lose its digits
 
 
 def int8(*, block: int = 256) -> Codec:
@@ -45,8 +47,12 @@ class Integers:
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     feedback: ClassVar[float | None] = None
-    aligned: ClassVar[bool] = False
+    aligned: ClassVar[bool] = True
     shaped: ClassVar[bool] = False
+
+    @property
+    def back(self) -> Codec:
+        return self
 
     def encoded_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) + numel
@@ -89,6 +95,7 @@ class Integers:
 
 def _encode(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
     largest = torch.abs(rows, out=scratch).amax(dim=1, keepdim=True)  # five times as fast as aminmax or a norm
-    torch.div(largest, _LARGEST, out=scales)
-    torch.mul(rows, largest.clamp_(min=_NOTHING).reciprocal_().mul_(_LARGEST), out=scratch)
+    torch.div(largest, _LARGEST, out=scales).clamp_(max=_LARGEST_SCALE)
+    factors = largest.clamp_(min=_NOTHING).mul_(_AWAY).reciprocal_().mul_(_LARGEST * _AWAY)
+    torch.mul(rows, factors, out=scratch)
     codes.copy_(scratch.round_())

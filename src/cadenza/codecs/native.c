@@ -8,6 +8,8 @@
 #define FINE 1.18920711500272106672f // 2^(1/4): from one fine scale to the next
 #define NOTHING 0x1p-100f
 #define MOST 0x1.fffffep127f
+#define LARGEST_SCALE 0x1.020406p121f // the largest of which 127 are finite
+#define AWAY 0x1p24f // numbers by whose inverse is multiplied are kept this far from fp32's end, where it loses digits
 #define MAGNITUDE 0x7fffffff
 
 static inline int32_t bits_of(float value) { int32_t bits; memcpy(&bits, &value, 4); return bits; }
@@ -29,8 +31,9 @@ void int8_encode(const float *restrict values, int64_t count, int64_t block, uin
             largest_bits = bits > largest_bits ? bits : largest_bits;
         }
         const float largest = number_of(largest_bits);
-        store(scales, largest / 127.0f);
-        const float factor = 1.0f / (largest < NOTHING ? NOTHING : largest) * 127.0f;
+        const float scale = largest / 127.0f;
+        store(scales, scale > LARGEST_SCALE ? LARGEST_SCALE : scale);
+        const float factor = 1.0f / ((largest < NOTHING ? NOTHING : largest) / AWAY) * (127.0f / AWAY);
         for (int64_t i = 0; i < size; i++) codes[at + i] = (int8_t)(int32_t)rintf(values[at + i] * factor);
     }
 }
@@ -59,12 +62,12 @@ void int8_decode_add(const uint8_t *restrict data, int64_t count, int64_t block,
 
 enum { GROUP = 16, MOST_GROUPS = 65536 / GROUP, SCALES = 256 };
 
-static float powers[SCALES], inverses[SCALES]; // 2^(c/4), and 2^8 over it
+static float powers[SCALES], inverses[SCALES]; // 2^(c/4) over 2^24, and 1 over 2^(c/4)
 
 __attribute__((constructor)) static void fill_tables(void) {
     for (int c = 0; c < SCALES; c++) {
-        powers[c] = (float)exp2(c / 4.0);
-        inverses[c] = (float)(exp2(-c / 4.0) * 256.0);
+        powers[c] = (float)exp2(c / 4.0) / AWAY;
+        inverses[c] = (float)exp2(-c / 4.0);
     }
 }
 
@@ -103,9 +106,9 @@ static inline uint8_t code_of(float scaled) {
     return (uint8_t)(exponent | (bits < 0 ? 8 : 0));
 }
 
-static inline float level_of(int32_t code) { // times 2^-8
+static inline float level_of(int32_t code) {
     const int32_t exponent = code & 7;
-    return number_of((exponent ? (exponent + 112) << 23 : 0) | (int32_t)((uint32_t)(code & 8) << 28));
+    return number_of((exponent ? (exponent + 120) << 23 : 0) | (int32_t)((uint32_t)(code & 8) << 28));
 }
 
 // The first scale that is at most 2^(1/4) times a group's largest magnitude, in quarter octaves below the block's.
@@ -135,7 +138,7 @@ static void encode_block(const float *restrict values, const Block *to, float *r
     store(to->scale, scale > MOST ? MOST : scale);
     largest = largest < NOTHING ? NOTHING : largest;
     scale = largest * FINE;
-    const float unit = 1.0f / (scale > MOST ? MOST : scale);
+    const float unit = 1.0f / ((scale > MOST ? MOST : scale) / AWAY);
     for (int64_t g = 0; g < groups; g++) chosen[g] = first_scale(number_of(top[g]) / largest);
     for (int64_t g = 0; g < groups; g++) power[g] = powers[chosen[g]];
     for (int64_t r = 0; r < rows; r++)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch.nn.functional import pad
@@ -16,10 +16,14 @@ from cadenza.common.checks import check_share, check_whole_number
 
 __all__ = ["topk"]
 
-_NOTHING = 2.0**-100  # levels that are nearer to each other than this are one: 1 / it stays finite
+_NOTHING = 2.0**-100  # levels that are nearer to each other than this are one
+_AWAY = 2.0**-24  # keeps sums, and numbers whose inverse is taken, from fp32's end
+_MOST = torch.finfo(torch.float32).max * (1 - 2.0**-7)  # rounded to bf16, low and step still have a finite sum
 
 
-def topk(density: float = 0.02, *, chunk: int = 4096, bits: int = 2) -> Codec:
+def topk(
+    density: float = 0.02, *, chunk: int = 4096, bits: int = 2, mean_of: Literal["all", "senders"] = "all"
+) -> Codec:
     """Send only the largest magnitudes of each chunk, as in SparseLoCo (arXiv 2508.15706); the rest are zero.
 
     Meant for `error_feedback(topk(), decay=0.95)`: alone it never sends what is small.
@@ -33,6 +37,9 @@ def topk(density: float = 0.02, *, chunk: int = 4096, bits: int = 2) -> Codec:
       not stretch the scale; at 4 or 8 bits they run evenly from the smallest to the largest. If a zero was chosen, as
       in a chunk with fewer than k others, low is 0.
     - *Bytes*: chunk after chunk: places, values, low and step in bf16. 0.009 of fp32's bytes.
+    - *Mean*: over all members, of which those that have not sent a value count as 0, as the paper's formula has it; or,
+      with ``mean_of="senders"``, over those that have sent one, as the authors' code has it: a value that one of four
+      has sent moves four times as far then. A value of exactly 0 counts as not sent.
 
     >>> codec, out = topk(0.5), torch.empty(4)
     >>> data = torch.empty(codec.encoded_bytes(4), dtype=torch.uint8)
@@ -43,7 +50,10 @@ def topk(density: float = 0.02, *, chunk: int = 4096, bits: int = 2) -> Codec:
     check_whole_number("chunk", chunk, least=16, most=4096)
     if bits not in (2, 4, 8):
         raise ValueError(f"bits is {bits!r}; give 2, 4 or 8 bits for each value that is sent.")
-    return TopK(float(density), chunk, bits)
+    if mean_of not in ("all", "senders"):
+        raise ValueError(f'mean_of is {mean_of!r}; give "all" members or the "senders" of each value.')
+    kind = TopK if mean_of == "all" else TopKOfSenders
+    return kind(float(density), chunk, bits)
 
 
 @dataclass(frozen=True)
@@ -56,12 +66,16 @@ class TopK:
     exact: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
     feedback: ClassVar[float | None] = None
-    aligned: ClassVar[bool] = False
+    aligned: ClassVar[bool] = True
     shaped: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         return f"topk({self.density:g})"
+
+    @property
+    def back(self) -> Codec:
+        return self
 
     def encoded_bytes(self, numel: int) -> int:
         chunks, rest = divmod(numel, self.block)
@@ -119,6 +133,23 @@ class TopK:
         return _unpack_places(place_bytes)[:, :kept], torch.where(codes >= levels, -values, values)
 
 
+@dataclass(frozen=True)
+class TopKOfSenders(TopK):
+    """The same bytes, of which each value's mean is over the members that have sent it."""
+
+    def combine(self, contributions: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float]) -> None:
+        for data in contributions:
+            check_decode(self, data, out)
+        parts = [(data, sum(self._sizes(self.block))) for data in contributions]
+        for rows, *datas in in_pieces(out.numel(), self.block, (out, self.block), *parts):
+            total, sent = rows.new_zeros(2, *rows.shape, dtype=torch.float64)
+            for data, weight in zip(datas, weights, strict=True):
+                places, values = self._read(rows.shape[1], data)
+                total.scatter_add_(1, places, values.to(torch.float64) * weight)
+                sent.scatter_add_(1, places, values.ne(0).to(torch.float64) * weight)
+            rows.copy_(torch.where(sent > 0, total / sent * sum(weights), 0.0))
+
+
 def _largest(rows: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest magnitudes of each row, and their places in it."""
     few = max(1, piece_values(rows.device) // rows.shape[1])
@@ -128,17 +159,18 @@ def _largest(rows: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def _quantise(magnitudes: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two scales (low and step, in bf16) of each row, and each magnitude's level."""
-    least = magnitudes.amin(dim=1, keepdim=True)
+    small = magnitudes.clamp(max=_MOST).mul_(_AWAY)
+    least = small.amin(dim=1, keepdim=True)
     if levels == 2:
-        low, high = _two_means(magnitudes)
+        low, high = _two_means(small)
     else:
-        low, high = least, magnitudes.amax(dim=1, keepdim=True)
+        low, high = least, small.amax(dim=1, keepdim=True)
     low = torch.where(least > 0, low, 0.0)
     step = ((high - low) / (levels - 1)).clamp_(min=0.0)
-    scales = torch.cat([low, step], dim=1).to(torch.bfloat16)
-    low, step = scales.to(torch.float32).split(1, dim=1)
-    inverse = torch.where(step > _NOTHING, 1 / step, 0.0)
-    return scales, ((magnitudes - low) * inverse).round_().clamp_(0, levels - 1).to(torch.uint8)
+    scales = torch.cat([low, step], dim=1).div_(_AWAY).to(torch.bfloat16)
+    low, step = scales.to(torch.float32).mul_(_AWAY).split(1, dim=1)
+    inverse = torch.where(step > _NOTHING * _AWAY, 1 / step, 0.0)
+    return scales, ((small - low) * inverse).round_().clamp_(0, levels - 1).to(torch.uint8)
 
 
 def _two_means(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

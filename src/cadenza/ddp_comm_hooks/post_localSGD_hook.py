@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as torch_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +21,7 @@ __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 logger = logging.getLogger(__name__)
 
 
-class PostLocalSGDState:
+class PostLocalSGDState(torch_hook.PostLocalSGDState):
     """What the hook remembers: the groups to average gradients over, when to switch, and how far it has come.
 
     Gradients are averaged over `process_group` (None: the world) until iteration `start_localSGD_iter`, then over
@@ -34,7 +35,8 @@ class PostLocalSGDState:
     {'iter': 40}
     """
 
-    __slots__ = [  # noqa: RUF023 torch's order
+    # Torch's own slots again, in torch's order, for programs that read a state's fields by `state.__slots__`.
+    __slots__ = [  # noqa: RUF023
         "process_group",
         "subgroup",
         "start_localSGD_iter",

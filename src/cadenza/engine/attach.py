@@ -11,8 +11,8 @@ from cadenza.common.identity import identity
 from cadenza.common.process_groups import resolve
 from cadenza.engine.model_view import ModelView
 from cadenza.engine.preflight import compare
+from cadenza.engine.surprises import warn_of_surprises
 from cadenza.engine.synchronizer import Synchronizer
-from cadenza.faults import Shrink, SkipRound
 from cadenza.observers import Observer
 from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
@@ -74,6 +74,7 @@ def attach(
         )
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     view = ModelView(model, optimizers)
+    warn_of_surprises(view, strategy)
     participants = (
         _elastic(view, strategy, membership, given={"topology": topology, "process_group": process_group})
         if strategy.faults.tolerant
@@ -97,6 +98,7 @@ def _fixed(
     group = _group(process_group)
     compare(group, terms=_terms(strategy), model=view.describe())
     view.refuse_what_cannot_work(strategy)
+    view.refuse_ddp_elsewhere(group.ranks)
     return FixedParticipants(strategy, group, topology)
 
 
@@ -109,7 +111,6 @@ def _elastic(
             f"{named[0]} belongs to faults=raise_error(): under skip_round and shrink workers come and go, and meet "
             "through membership=cadenza.join(…)."
         )
-    assert isinstance(strategy.faults, SkipRound | Shrink)
     terms = "; ".join([*_terms(strategy), *view.describe()])
     return ElasticParticipants(membership or join(), strategy.faults, strategy.levels[0], terms)
 

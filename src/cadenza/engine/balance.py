@@ -30,12 +30,15 @@ class Balance:
         self.periods = 0
         self._started = time.perf_counter()
 
-    def tick(self, n: int) -> int | None:
-        """Count a local step; return the step that schedules see, or None inside a period."""
-        self.steps += 1
+    def tick(self, n: int, *, idle: bool = False) -> int | None:
+        """Count a local step; return the step that schedules see, or None inside a period.
+
+        An `idle` one is no step but a worker without data that comes to the next round.
+        """
+        self.steps += not idle
         if not self.on:
             return n
-        if self.steps < self.quota:
+        if self.steps < self.quota and not idle:
             return None
         self.periods += 1
         return self.periods * self._period

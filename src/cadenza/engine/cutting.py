@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -10,7 +11,17 @@ import torch
 from cadenza.codecs import Codec, ShapedCodec
 from cadenza.transports import Lane, Transport
 
-__all__ = ["in_turn", "longest_message", "padded", "pipeline", "plain_rows", "put", "rows_of", "sparse_messages"]
+__all__ = [
+    "in_turn",
+    "longest_message",
+    "padded",
+    "pipeline",
+    "plain_rows",
+    "put",
+    "rows_of",
+    "sparse_messages",
+    "unit_of",
+]
 
 _MOST = 1 << 20  # values in a message: what is decoded beside them stays at some MiB
 _LEAST = 1 << 16  # values in a message: shorter ones take longer to begin than to travel
@@ -32,18 +43,25 @@ def in_turn(count: int, transport: Transport, device: torch.device) -> list[Lane
     return [lanes[item % len(lanes)] for item in range(count)]
 
 
-def plain_rows(values: torch.Tensor, transport: Transport) -> Iterator[tuple[int, int]]:
-    """Cut values that travel as they are into rounds of one row for each member."""
-    longest = transport.row_bytes(values.device) // values.element_size()
-    return _cut(values.numel(), len(transport.members), longest, 16)
+def plain_rows(values: torch.Tensor, transport: Transport, codec: Codec) -> Iterator[tuple[int, int]]:
+    """Cut values that travel as they are, and each row in this codec later, into rounds of one row for each member."""
+    longest, unit = transport.row_bytes(values.device) // values.element_size(), math.lcm(16, unit_of(codec))
+    if unit > longest:  # rows cannot be as long as a block: then blocks lie as they come
+        unit = 16
+    return _cut(values.numel(), len(transport.members), longest // unit * unit, unit)
 
 
 def rows_of(values: torch.Tensor, transport: Transport, codec: Codec) -> Iterator[tuple[int, int]]:
     """Cut the values into rounds of one row for each member: yield where each starts, and how long its rows are."""
-    members = len(transport.members)
+    members, unit = len(transport.members), unit_of(codec)
     longest = longest_message(transport.row_bytes(values.device), codec)
-    even = -(-max(_LEAST, values.numel() // (members * _MESSAGES)) // codec.block) * codec.block
-    return _cut(values.numel(), members, min(longest, even), codec.block)
+    even = -(-max(_LEAST, values.numel() // (members * _MESSAGES)) // unit) * unit
+    return _cut(values.numel(), members, min(longest, even), unit)
+
+
+def unit_of(codec: Codec) -> int:
+    """Return how many values are whole blocks both on their way to the owners of shares and on the way back."""
+    return math.lcm(codec.block, codec.back.block)
 
 
 def _cut(numel: int, members: int, longest: int, block: int) -> Iterator[tuple[int, int]]:
@@ -56,16 +74,21 @@ def _cut(numel: int, members: int, longest: int, block: int) -> Iterator[tuple[i
 
 
 def longest_message(row_bytes: int, codec: Codec) -> int:
-    """Return the most values, a multiple of the codec's block, whose encoding fits a row and the scratch for it."""
-    blocks = max(1, min(_MOST // codec.block, row_bytes // codec.encoded_bytes(codec.block)))
-    while codec.encoded_bytes(blocks * codec.block) > row_bytes:
+    """Return the most values, in whole blocks, whose encoding fits a row, there and back, and the scratch for it."""
+    unit = unit_of(codec)
+
+    def size(blocks: int) -> int:
+        return max(codec.encoded_bytes(blocks * unit), codec.back.encoded_bytes(blocks * unit))
+
+    blocks = max(1, min(_MOST // unit, row_bytes // size(1)))
+    while size(blocks) > row_bytes:
         blocks -= 1
         if not blocks:
             raise ValueError(
-                f"One block of {codec.name} takes {codec.encoded_bytes(codec.block)} bytes, more than the {row_bytes} "
-                "that a message between so many members holds; choose a smaller block."
+                f"One block of {codec.name} takes {size(1)} bytes, more than the {row_bytes} that a message between so "
+                "many members holds; choose a smaller block."
             )
-    return blocks * codec.block
+    return blocks * unit
 
 
 def sparse_messages(numel: int, codec: Codec, row_bytes: int) -> list[tuple[int, Codec]]:

@@ -1,8 +1,9 @@
 """The mean of a flat run of values over a transport, in the codec's bytes: the only place where codec meets transport.
 
 Exact values take the transport's own mean. Encoded ones are reduced by their owners: every member sends each other
-member its share, encoded; the owner of a share decodes and sums them in fp32, encodes the mean once, and sends it to
-all, who decode the same bytes. Sparse ones are gathered whole and summed by everybody alike.
+member its share, encoded; the owner of a share decodes and sums them in fp32, encodes the mean once, in what the codec
+has for the way back, and sends it to all, who decode the same bytes. Sparse ones are gathered whole and summed by
+everybody alike.
 
 Error feedback keeps what encoding lost: a member's own residual, and the residual of the mean of its share.
 `Residual` holds both. They change in place, bucket by bucket, unless the round is atomic: then only when the caller
@@ -20,7 +21,9 @@ from cadenza.codecs import Codec, CombiningCodec
 from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, sparse_messages
 from cadenza.transports import Lane, Transport
 
-_SAMPLE = 1 << 16  # values of a round by which it is told what encoding loses
+_SAMPLE = 1 << 16  # values by which it is told what encoding loses of all
+_WINDOW = 1 << 10  # neighbours among them: few enough that every layer of a large model has some
+_LARGEST = torch.finfo(torch.float32).max
 
 __all__ = ["Exchanged", "Residual", "exchange_mean"]
 
@@ -79,6 +82,16 @@ class Residual:
         """Take over what the last exchange left."""
         self.own, self.share = self.next_own, self.next_share
 
+    def spread_share(self, transport: Transport, codec: Codec) -> torch.Tensor:
+        """Return what was lost of the mean of this member's share, at the share's places among zeros."""
+        found = torch.zeros_like(self.own)
+        if not self.share.numel():
+            return found
+        rows = list(rows_of(self.own, transport, codec))
+        for (start, row), part in zip(rows, self.share.split([row for _, row in rows]), strict=True):
+            put(found, start + transport.position * row, part)
+        return found
+
     def clear(self) -> None:
         """Forget what was lost."""
         self.own.zero_()
@@ -134,11 +147,28 @@ class _Losses:
         self._error2, self._norm2 = torch.zeros(2, dtype=torch.float64, device=device)
 
     def count(self, values: torch.Tensor, lost: torch.Tensor) -> None:
-        self._error2 += torch.dot(lost, lost)
-        self._norm2 += torch.dot(values, values)
+        self._error2 += _norm2(lost)
+        self._norm2 += _norm2(values)
 
     def tell(self, done: Exchanged) -> None:
         done.error2, done.norm2 = float(self._error2), float(self._norm2)
+
+
+def _norm2(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares, in fp64: squares of large values overflow fp32."""
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()
+
+
+def _sample(values: torch.Tensor, unit: int) -> torch.Tensor:
+    """Return some of the values, in windows that begin at multiples of `unit` and lie all over them."""
+    width = -(-_WINDOW // unit) * unit
+    count = max(8, _SAMPLE // width)
+    if values.numel() <= count * width:
+        return values.to(torch.float32)
+    room = (values.numel() - width) // unit
+    starts = [room * i // (count - 1) * unit for i in range(count)]
+    return torch.cat([values[start : start + width] for start in starts]).to(torch.float32)
 
 
 @dataclass
@@ -167,9 +197,20 @@ class _Encoded(_Way):
         self._one, self._two = torch.empty(2, longest, dtype=torch.float32, device=values.device)
 
     def run(self) -> None:
+        self._sample_losses()
         lanes = in_turn(len(self._rows), self.transport, self.values.device)
         pipeline(lanes, self._send_shares, self._reduce_share, self._receive)
         self._losses.tell(self.done)
+
+    def _sample_losses(self) -> None:
+        """Tell by some values from all over what encoding loses of all."""
+        values = _sample(self.values, self.codec.block)
+        if self.residual is not None:
+            values = values + _sample(self.residual.own, self.codec.block)
+        data = torch.empty(self.codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.codec.encode(values, data)
+        back = _decoded(self.codec, data, torch.empty_like(values))
+        self._losses.count(values, torch.sub(values, back, out=back))
 
     def _send_shares(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
@@ -180,24 +221,15 @@ class _Encoded(_Way):
             values = padded(self.values, at, row)
             if self.residual is not None:
                 values = torch.add(values, padded(self.residual.own, at, row), out=self._one[:row])
+                values.clamp_(-_LARGEST, _LARGEST)
             self.codec.encode(values, outgoing[member])
             if self.residual is not None:
-                lost = torch.sub(values, self._decoded(outgoing[member], self._two[:row]), out=self._two[:row])
-                self._losses.count(values, lost)
+                back = _decoded(self.codec, outgoing[member], self._two[:row])
+                lost = torch.sub(values, back, out=back)
                 put(self.residual.next_own, at, lost.mul_(self.codec.feedback or 0.0))
         lane.launch_scatter()
-        if self.residual is None and item == len(self._rows) // 2:
-            self._sample(start, row)
         self.done.encoded_bytes += self._members * size
-        self.done.bytes_sent += 2 * (self._members - 1) * size
-
-    def _sample(self, start: int, row: int) -> None:
-        """Tell by some values of one message what encoding loses of all."""
-        values = padded(self.values, start, min(row, _SAMPLE))
-        data = torch.empty(self.codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-        self.codec.encode(values, data)
-        back = self._decoded(data, self._one[: values.numel()])
-        self._losses.count(values, torch.sub(values, back, out=back))
+        self.done.bytes_sent += (self._members - 1) * (size + self.codec.back.encoded_bytes(row))
 
     def _reduce_share(self, item: int, lane: Lane) -> None:
         _, row = self._rows[item]
@@ -207,10 +239,12 @@ class _Encoded(_Way):
         at = sum(earlier for _, earlier in self._rows[:item])
         if self.residual is not None:
             total += self.residual.share[at : at + row]
-        outgoing = lane.gather(self.codec.encoded_bytes(row))
-        self.codec.encode(total, outgoing)
+        total.clamp_(-_LARGEST, _LARGEST)  # the shares of large values may add up to a little more
+        outgoing = lane.gather(self.codec.back.encoded_bytes(row))
+        self.codec.back.encode(total, outgoing)
         if self.residual is not None:
-            lost = torch.sub(total, self._decoded(outgoing, self._two[:row]), out=self._two[:row])
+            back = _decoded(self.codec.back, outgoing, self._two[:row])
+            lost = torch.sub(total, back, out=back)
             self.residual.next_share[at : at + row] = lost.mul_(self.codec.feedback or 0.0)
         lane.launch_gather()
 
@@ -220,13 +254,14 @@ class _Encoded(_Way):
             at = start + member * row
             place = self.values[at : at + row]
             if place.dtype == torch.float32 and place.numel() == row:
-                self.codec.decode(encoded, place)
+                self.codec.back.decode(encoded, place)
             else:
-                put(self.values, at, self._decoded(encoded, self._one[:row]))
+                put(self.values, at, _decoded(self.codec.back, encoded, self._one[:row]))
 
-    def _decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        self.codec.decode(encoded, out)
-        return out
+
+def _decoded(codec: Codec, encoded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    codec.decode(encoded, out)
+    return out
 
 
 @dataclass
@@ -250,7 +285,7 @@ class _Sparse(_Way):
     def _send(self, item: int, lane: Lane) -> None:
         values = self._parts[item].to(torch.float32)
         if self.residual is not None:
-            values = values + self._own[item]
+            values = (values + self._own[item]).clamp_(-_LARGEST, _LARGEST)
         codec = self._codecs[item]
         size = codec.encoded_bytes(values.numel())
         outgoing = lane.gather(size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 
@@ -12,7 +14,7 @@ from cadenza.codecs import Codec, fp32
 from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.engine.header import HEADER_BYTES, Header
 from cadenza.engine.measuring import Meter
-from cadenza.engine.opening import Scales, abandoning, open_round
+from cadenza.engine.opening import Scales, abandoning, open_round, text_of_first
 from cadenza.engine.round_result import RoundResult
 from cadenza.engine.staged_exchange import exchange_staged
 from cadenza.errors import NotFiniteError, RoundAbortedError, TransportError
@@ -33,6 +35,7 @@ class FlatRound:
             only when they are committed.
         scales: What each contribution counts.
         exact: More flat values, averaged as they are, all members alike.
+        inner_lrs: The learning rates that the outer update uses; the first member's, should members differ.
         meter: Measures what is to be known of the round.
         make_equal: Called before anything is sent, on all members, if their anchors are not the same bits.
     """
@@ -42,8 +45,14 @@ class FlatRound:
     scales: Scales
     residuals: Sequence[Residual] | None = None
     exact: Sequence[torch.Tensor] = ()
+    inner_lrs: dict[str, float] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     make_equal: Callable[[], None] | None = None
+
+    @property
+    def lr_mark(self) -> int:
+        """A number that tells learning rates apart."""
+        return crc32(json.dumps(self.inner_lrs, sort_keys=True).encode())
 
 
 def average_flat(
@@ -71,6 +80,8 @@ def average_flat(
         result = RoundResult(headers, weighed, weights, members=members, position=transport.position)
         result.exchanged.bytes_sent += (len(headers) - 1) * HEADER_BYTES
         try:
+            if len({header.lr_mark for header in headers}) > 1:
+                work.inner_lrs = json.loads(text_of_first(transport, json.dumps(work.inner_lrs)))
             if work.make_equal is not None and len({header.anchor for header in headers}) > 1:
                 work.make_equal()
             work.meter.begin(work.values)

@@ -17,7 +17,7 @@ from cadenza.errors import DisagreementError
 __all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
 HEADER_BYTES = 72
-_LAYOUT = struct.Struct("<4s????q16sdddI4xQ")
+_LAYOUT = struct.Struct("<4s????q16sdddIIQ")
 _MAGIC = b"CDZ1"
 
 
@@ -25,8 +25,9 @@ _MAGIC = b"CDZ1"
 class Header:
     """What a member is about to do, at which step and with what, and what the others need to know of it.
 
-    `anchor` is the checksum of the anchor from which its differences are taken, where that must be the same bits on all
-    members, and 0 elsewhere.
+    `lr_mark` tells apart members whose inner learning rates differ, where the outer update uses them. `anchor` is the
+    checksum of the anchor from which its differences are taken, where that must be the same bits on all members, and 0
+    elsewhere.
 
     >>> header = Header(step=7, digest=bytes(16), able=True, weight=2.0)
     >>> Header.unpack(header.pack()) == header
@@ -43,6 +44,7 @@ class Header:
     speed: float = 0.0
     steps: int = 0
     faulty: bool = False
+    lr_mark: int = 0
     anchor: int = 0
 
     @property
@@ -63,18 +65,20 @@ class Header:
             self.norm2,
             self.speed,
             self.steps,
+            self.lr_mark,
             self.anchor,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        magic, able, atomic, exhausted, faulty, step, digest, weight, norm2, speed, steps, anchor = _LAYOUT.unpack(data)
+        magic, able, atomic, exhausted, faulty, step, digest, *figures = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise DisagreementError(
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, anchor)
+        weight, norm2, speed, steps, lr_mark, anchor = figures
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark, anchor)
 
 
 def mark(digest: bytes, level: int, fragment: int) -> bytes:
@@ -112,8 +116,9 @@ def disagreement(
     *,
     what: str = "what to average",
     mend: str = "Pass the same parameters, in the same order, on every rank",
+    mend_steps: str = "Call the averager once per step on every rank, and restore its step together with the model",
 ) -> str:
-    """Tell, in the same words on every rank, which ranks differ from which and in what.
+    """Tell, in the same words on every rank, which ranks differ from which and in what, and how to mend it.
 
     >>> ours, theirs = Stance(4, None, ["parameter 0: (2,)"]), Stance(4, None, ["parameter 0: (3,)"])
     >>> print(disagreement({0: ours, 1: theirs}))
@@ -126,10 +131,7 @@ Pass the same parameters, in the same order, on every rank.
         return f"These parameters cannot be averaged. {told}"
     steps = _sides({rank: f"step {stance.step}" for rank, stance in stances.items()})
     if len(steps) > 1:
-        return (
-            f"The ranks average at different steps: {_told(steps)}. Call the averager once per step on every rank, "
-            "and restore its step together with the model."
-        )
+        return f"The ranks average at different steps: {_told(steps)}. {mend_steps}."
     ways = _sides({rank: f"atomic={stance.atomic}" for rank, stance in stances.items()})
     if len(ways) > 1:
         return f"The ranks average in different ways: {_told(ways)}. Choose the same on every rank."

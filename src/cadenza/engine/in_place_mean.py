@@ -1,8 +1,8 @@
 """The mean of parameters in place: buckets go through the transport's lanes in a pipeline.
 
-While one is on the wire the next is packed and the one before is unpacked, so only the lanes are extra memory. An
-atomic round collects everything in a scratch copy and changes the parameters after a vote in which every member took
-part.
+While one is on the wire the next is packed and the one before is unpacked, so only the lanes are extra memory. Large
+tensors are averaged where they are, if the transport can: they need no packing, and no memory at all. An atomic round
+collects everything in a scratch copy and changes the parameters after a vote in which every member took part.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from cadenza.common.sketches import Sketch
+from cadenza.engine.bucket import Bucket
 from cadenza.engine.cutting import pipeline
 from cadenza.engine.exchange import Exchanged
 from cadenza.engine.header import HEADER_BYTES, Header
 from cadenza.engine.measuring import Measured, share
 from cadenza.engine.opening import Scales, abandoning, open_round, unsent
-from cadenza.engine.packing import Bucket, Fragment
+from cadenza.engine.packing import Fragment
 from cadenza.engine.round_result import RoundResult
 from cadenza.errors import (
     MixedParametersError,
@@ -47,7 +48,7 @@ def average(fragment: Fragment, group: dist.ProcessGroup, *, step: int = 0, atom
             transport = connect(group)
         except TransportError as error:
             raise unsent(step, error) from error
-        average_in_place(fragment, transport, step=step, atomic=atomic)
+        average_in_place(fragment, transport, step=step, atomic=atomic, by_averager=True)
 
 
 def average_in_place(
@@ -60,6 +61,7 @@ def average_in_place(
     problem: str | None = None,
     scales: Scales | None = None,
     spread: bool = False,
+    by_averager: bool = False,
 ) -> RoundResult:
     """Average a fragment in place over a transport.
 
@@ -72,6 +74,7 @@ def average_in_place(
         problem: What keeps this member from taking part, if something does.
         scales: What each contribution counts; all alike by default.
         spread: Whether to measure how far the members were from the mean.
+        by_averager: Whether an averager asks for it, not a synchronizer.
     """
     fragment.refuse_mesh_overlap(transport.members, transport.members[transport.position])
     header = header or Header(step, fragment.digest, able=True, atomic=atomic)
@@ -82,7 +85,7 @@ def average_in_place(
         size = _bytes(fragment.buckets(transport.capacity))
         return _result([header], scales, transport, Exchanged(0, size, size))
     started = time.perf_counter()
-    work = _Pipeline(fragment, transport, spread=spread)
+    work = _Pipeline(fragment, transport, spread=spread, in_place=not (header.atomic or spread))
     with abandoning(transport):
         headers = open_round(
             transport,
@@ -90,6 +93,7 @@ def average_in_place(
             problem=problem or fragment.problem,
             describe=fragment.describe,
             meanwhile=work.pack_first,
+            by_averager=by_averager,
         )
     _check_content(fragment)
     result = _result(headers, scales, transport, Exchanged())
@@ -118,11 +122,15 @@ def _result(headers: list[Header], scales: Scales, transport: Transport, exchang
 
 
 class _Pipeline:
-    """The buckets of a fragment on their way through the transport's lanes: pack and launch, combine, land."""
+    """The buckets of a fragment on their way through the transport's lanes: pack and launch, combine, land.
 
-    def __init__(self, fragment: Fragment, transport: Transport, *, spread: bool) -> None:
+    With `in_place`, large tensors are not packed where the transport can do without.
+    """
+
+    def __init__(self, fragment: Fragment, transport: Transport, *, spread: bool, in_place: bool) -> None:
         self._fragment = fragment
         self._transport = transport
+        self._in_place = in_place
         self.buckets: list[Bucket] = []
         self._stations: list[Lane] = []
         self.spread = spread
@@ -154,7 +162,8 @@ class _Pipeline:
         pipeline(self._stations, launch, lambda _, lane: lane.combine(), finish)
 
     def _cut(self, *, widen: bool) -> None:
-        self.buckets = self._fragment.buckets(self._transport.capacity, widen=widen)
+        in_place = self._transport.in_place if self._in_place else None
+        self.buckets = self._fragment.buckets(self._transport.capacity, widen=widen, in_place=in_place)
         # The mean of 16-bit values is rounded by as much as workers may be apart, and distances from it have that in.
         self.sketch = Sketch(self._fragment.numel) if self.spread and self._narrow else None
         self._stations = [_station(bucket, i, self._transport) for i, bucket in enumerate(self.buckets)]
@@ -163,17 +172,29 @@ class _Pipeline:
     def _pack(self, number: int) -> None:
         bucket = self.buckets[number]
         if number == self._packed:
-            self._memory = self._stations[number].outgoing(bucket.numel, bucket.dtype)
-            bucket.pack(self._memory)
+            self._memory = self._fill(self._stations[number], bucket)
             self._packed += 1
             if self.sketch is not None:
                 self.sketch.add(self._memory)
-        if (scale := self.scales[self._transport.position]) != 1:
+        scale = self.scales[self._transport.position]
+        if scale == 0:
+            self._memory.zero_()  # whatever it was: zero times NaN would be NaN on all members
+        elif scale != 1:
             self._memory.mul_(scale)
 
     @property
     def _narrow(self) -> bool:
         return any(bucket.dtype.itemsize <= 2 for bucket in self.buckets)
+
+    @staticmethod
+    def _fill(lane: Lane, bucket: Bucket) -> torch.Tensor:
+        """Give a lane the values of a bucket; return the memory that they travel in."""
+        if (own := bucket.own_memory) is not None:
+            lane.adopt(own)
+            return own
+        memory = lane.outgoing(bucket.numel, bucket.dtype)
+        bucket.pack(memory)
+        return memory
 
 
 def _bytes(buckets: Sequence[Bucket]) -> int:
@@ -202,15 +223,17 @@ def _land_one_by_one(work: _Pipeline, step: int) -> float:
     def land(number: int, mean: torch.Tensor) -> None:
         if work.spread and work.sketch is None:
             distances.append(work.buckets[number].distance2(mean))
-        work.buckets[number].unpack(mean)
+        if work.buckets[number].own_memory is None:
+            work.buckets[number].unpack(mean)
 
     try:
         work.run(land)
     except TransportError as error:
         raise MixedParametersError(
             f"The round at step {step} failed on its way: {work.landed} of {len(work.buckets)} buckets hold the mean, "
-            "the others this rank's own values, and other ranks may have got further or less far. Restore the "
-            f"parameters from a checkpoint; atomic=True would have kept them. {error}"
+            "the others this rank's own values or, in large tensors, parts of a sum, and other ranks may have got "
+            "further or less far. Restore the parameters from a checkpoint; atomic=True would have kept them. "
+            f"{error}"
         ) from error
     return sum(float(distance) for distance in distances)
 

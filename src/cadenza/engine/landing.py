@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cadenza.engine.collectives import average_tensors, take_largest
+from cadenza.engine.buffers import average_buffers
+from cadenza.engine.collectives import average_tensors
 from cadenza.engine.layout import Layout
 from cadenza.engine.level_state import LevelState, OuterInputs
 from cadenza.engine.pending import PendingRound
@@ -94,11 +95,11 @@ class Landing:
         level_state.note_round(result.headers)
         level_state.weighting_state = dict(result.weighed.state)
         self._move_inner_anchors(pending, landed)
-        self._average_more(pending, group)
+        self._average_more(pending, group, result)
         if pending.own_left_out:
             self._replica.view.reset_optimizer_state(pending.layout.names)
             level_state.forget_own_losses()
-        state.counts.note_round(number, fragment, pending.samples)
+        state.counts.note_round(number, fragment, samples=pending.samples, step=pending.step)
         state.balance.learn(result.headers, result.position)
         if number == len(self._strategy.levels) - 1:
             state.counts.all_exhausted = all(header.exhausted for header in result.headers)
@@ -112,15 +113,21 @@ class Landing:
                 state.fit(pending.layout, self._participants.levels[inner])
                 state.set_anchor(landed)
 
-    def _average_more(self, pending: PendingRound, group: LevelGroup) -> None:
-        """Average or reset what the strategy says beside the parameters: buffers, optimizer state."""
+    def _average_more(self, pending: PendingRound, group: LevelGroup, result: RoundResult) -> None:
+        """Average, with the weights of the parameters, or reset what the strategy says beside them."""
         view, strategy, names = self._replica.view, self._strategy, pending.layout.names
-        if strategy.buffers and pending.fragment == 0:
-            average_tensors(group.transport, view.float_buffers(), step=self._state.moment)
-            take_largest(group.transport, view.counters())
+        transport, step, weight = group.transport, self._state.moment, result.own_share
+        sent = 0
+        if pending.fragment == 0:
+            sent += average_buffers(self._replica, transport, weight=weight)
         if strategy.optimizer_state == "average":
-            average_tensors(group.transport, view.optimizer_tensors(names), step=self._state.moment)
+            tensors = view.optimizer_tensors(names)
+            # Who has taken no step yet has no state.
+            sent += average_tensors(
+                transport, tensors, step=step, what="optimizer state", weight=weight, may_be_none=True
+            )
         elif strategy.optimizer_state == "reset":
             view.reset_optimizer_state(names)
         elif group.plan.outer.needs_inner_lr:
             view.reset_momentum(names)
+        result.exchanged.bytes_sent += sent

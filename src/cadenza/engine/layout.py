@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from cadenza.engine.packing import Bucket, Fragment, packed_shape
+from cadenza.engine.bucket import Bucket
+from cadenza.engine.packing import Fragment, packed_shape
 
 __all__ = ["Layout", "SpareMemory"]
 
@@ -20,12 +21,13 @@ class Layout:
     Args:
         named: The parameters, by name.
         home: Where the flat tensors are, if not beside the parameters.
-        align: Every tensor starts at a multiple of this many values; tiny neighbours share.
+        align: Every tensor starts at a multiple of this many values; see `alignment` for where small ones share.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None, align: int = 1) -> None:
         self.names = list(named)
-        self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {self.names[i]}")
+        tensors = list(named.values())
+        self.fragment = Fragment(tensors, label=lambda i: f"parameter {self.names[i]}", names=self.names)
         self.strips, places = self.fragment.strips(home, align=align)
         self.places = {self.names[position]: place for position, place in places.items()}
         self._named = dict(named)
@@ -47,6 +49,18 @@ class Layout:
         for i, strip in enumerate(self.strips):
             yield from zip(strip.pieces, *(strip.places_in(values[i]) for values in flats), strict=True)
 
+    def as_written(self, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return flat values as the parameters would hold them: rounded, where parameters have less precision."""
+        return [self._rounded(strip, flat) for strip, flat in zip(self.strips, flats, strict=True)]
+
+    def _rounded(self, strip: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        if all(piece.dtype == flat.dtype for piece in strip.pieces):
+            return flat
+        rounded = flat.clone()
+        for piece, place in zip(strip.pieces, strip.places_in(rounded), strict=True):
+            place.copy_(place.to(piece.dtype))
+        return rounded
+
     def slices(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name and its part of the flat values."""
         for name, (strip, where) in self.places.items():
@@ -62,6 +76,12 @@ class Layout:
                 found.append(packed_shape(self._named[name]))
                 end = where.stop
         return found
+
+    @property
+    def filled(self) -> float:
+        """The share of the flat values that are parameters', and not gaps between them."""
+        whole = sum(strip.numel for strip in self.strips)
+        return sum(sum(strip.sizes) for strip in self.strips) / whole if whole else 1.0
 
     def empty(self) -> list[torch.Tensor]:
         """Return memory for flat values."""

@@ -18,7 +18,7 @@ from cadenza.common.checksums import checksum
 from cadenza.engine.exchange import Residual
 from cadenza.engine.header import Header
 from cadenza.engine.layout import Layout
-from cadenza.engine.staged_exchange import stage_part
+from cadenza.engine.staged_exchange import spread_part, stage_part
 from cadenza.participants.level_group import LevelGroup
 from cadenza.schedules import Schedule
 from cadenza.strategy import LevelPlan
@@ -64,7 +64,21 @@ class OuterInputs:
 
 
 class LevelState:
-    """A level's memory of one fragment."""
+    """A level's memory of one fragment.
+
+    Attributes:
+        plan: The level's choices.
+        schedule: When this fragment's rounds run.
+        schedule_state: What the schedule remembers.
+        weighting_state: What the weighting remembers.
+        rounds: How many rounds have landed.
+        anchors: What all members started from, flat.
+        outer_states: What the outer update remembers, flat.
+        residuals: What encoding has lost so far, where it is fed back.
+        carried: What was lost and no residual can hold any more, because members or parameters have changed; it is
+            added to the next difference.
+        codecs: How each flat tensor is written.
+    """
 
     def __init__(self, plan: LevelPlan, schedule: Schedule, weighting: Weighting) -> None:
         self.plan = plan
@@ -75,10 +89,12 @@ class LevelState:
         self.anchors: list[torch.Tensor] = []
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None
+        self.carried: list[torch.Tensor] | None = None
         self.codecs: list[Codec] = []
         self.warned = False  # that anchors were not the same
         self._history = ""
         self._layout: Layout | None = None
+        self._group: LevelGroup | None = None
 
     # ---- fitting the parameters and the members --------------------------------------------------------------------
 
@@ -92,21 +108,63 @@ class LevelState:
             return
         if not self.plan.anchored:
             return
+        lost = None if known is None else self._lost_so_far()
         anchors = list(layout.pack())
         outer_states = [self.plan.outer.init(anchor) for anchor in anchors]
         if known is not None:
             self._carry_over(known, layout, anchors, outer_states)
         self.anchors, self.outer_states = anchors, outer_states
+        self._group = LevelGroup(group.plan, group.name, group.transport, group.stage)
         if self.plan.codec.feedback is not None:
-            sent = [stage_part(anchor, group.stage) if group.stage else anchor for anchor in anchors]
+            sent = [stage_part(anchor, group.stage, self.plan.codec) if group.stage else anchor for anchor in anchors]
             via = group.stage.across if group.stage else group.transport
             self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
+            if known is not None and lost is not None:
+                self.carried = _moved(lost, known, layout)
 
-    def refit(self, transport: Transport) -> None:
-        """Cut the residuals of shares anew, for other members; what this worker itself has lost stays known."""
-        for i, residual in enumerate(self.residuals or ()):
-            fresh = Residual.zeros(self.anchors[i], transport, self.plan.codec)
+    def refit(self, group: LevelGroup) -> None:
+        """Cut the residuals of shares anew, for other members; nothing of what was lost is forgotten."""
+        if not self.residuals:
+            return
+        members = len(group.transport.members)
+        shares = [members * self._share_lost(i) for i in range(len(self.residuals))]
+        self.carried = _added(self.carried, shares)
+        for i, residual in enumerate(self.residuals):
+            fresh = Residual.zeros(self.anchors[i], group.transport, self.plan.codec)
             residual.share, residual.next_share = fresh.share, fresh.next_share
+        self._group = LevelGroup(group.plan, group.name, group.transport, group.stage)
+
+    def _lost_so_far(self) -> list[torch.Tensor] | None:
+        """Return what encoding has lost and nobody has got yet, for this member to send again, where it lies."""
+        if not self.residuals or self._group is None:
+            return self.carried
+        members = len(self._group.transport.members)
+        found = []
+        for i, residual in enumerate(self.residuals):
+            share = self._share_lost(i)
+            stage = self._group.stage
+            if stage is None:
+                found.append(residual.own + members * share)
+            else:  # what crosses between groups is a part of their sum, in which this member counts 1 / members
+                part = spread_part(residual.own + share, self.anchors[i], stage, self.plan.codec)
+                found.append(members * part)
+        return _added(self.carried, found)
+
+    def _share_lost(self, strip: int) -> torch.Tensor:
+        """Return what encoding the mean of this member's share has lost, where it lies in what is sent."""
+        assert self.residuals is not None
+        assert self._group is not None
+        residual, stage = self.residuals[strip], self._group.stage
+        via = self._group.transport if stage is None else stage.across
+        return residual.spread_share(via, self.plan.codec)
+
+    def restart(self, layout: Layout) -> None:
+        """Start anew from the parameters' values, as if no round had been held."""
+        layout.pack(self.anchors)
+        self.outer_states = [self.plan.outer.init(anchor) for anchor in self.anchors]
+        for residual in self.residuals or ():
+            residual.clear()
+        self.carried = None
 
     def _codec(self, layout: Layout, strip: int) -> Codec:
         codec = self.plan.codec
@@ -129,14 +187,12 @@ class LevelState:
             self.schedule_state = self.schedule.after_round(n, before, drift)
 
     def set_anchor(self, landed: Layout | Sequence[torch.Tensor]) -> None:
-        """Start anew from values on which a larger level has agreed; momentum is kept, residuals are forgotten."""
+        """Start anew from values on which a larger level has agreed; momentum is kept, and what encoding has lost."""
         if isinstance(landed, Layout):
             landed.pack(self.anchors)
         else:
             for anchor, flat in zip(self.anchors, landed, strict=True):
                 anchor.copy_(flat)
-        for residual in self.residuals or ():
-            residual.clear()
 
     @torch.no_grad()
     def take_from(self, transport: Transport, *, source: int) -> list[torch.Tensor]:
@@ -158,7 +214,7 @@ class LevelState:
 
     def progress(self, layout: Layout) -> list[torch.Tensor]:
         """Return how far the parameters are from their anchor now, as differences are sent: anchor − value."""
-        return [anchor.sub(flat) for anchor, flat in zip(self.anchors, layout.pack(), strict=True)]
+        return [start.sub(flat) for start, flat in zip(layout.as_written(self.anchors), layout.pack(), strict=True)]
 
     def take(self, deltas: Sequence[torch.Tensor]) -> None:
         """Move the anchor to the mean itself, without an outer step: nobody had anything to add."""
@@ -187,8 +243,10 @@ class LevelState:
         """Start with nothing lost by this worker's own encoding."""
         for residual in self.residuals or ():
             residual.own.zero_()
+        self.carried = None
 
     def _commit(self) -> None:
+        self.carried = None
         for residual in self.residuals or ():
             residual.commit()
 
@@ -220,9 +278,14 @@ class LevelState:
         for i, residual in enumerate(self.residuals or ()):
             yield f"residual/{i}", residual.own
             yield f"share/{i}", residual.share
+        for i, flat in enumerate(self.carried or ()):
+            yield f"carried/{i}", flat
 
     def load(self, shared: Mapping[str, torch.Tensor], worker: Callable[[str], torch.Tensor | None]) -> None:
         """Take saved tensors over, in place; what was not saved stays as it is."""
+        carried = [worker(f"carried/{i}") for i in range(len(self.anchors))]
+        fits = all(flat is not None and flat.shape == a.shape for flat, a in zip(carried, self.anchors, strict=True))
+        self.carried = [torch.empty_like(anchor) for anchor in self.anchors] if carried and fits else None
         for key, tensor in self.shared_state():
             if key in shared:
                 tensor.copy_(shared[key].reshape(tensor.shape))
@@ -262,3 +325,17 @@ def _clip(deltas: Sequence[torch.Tensor], limit: float | None, norm2: float) -> 
     if limit is not None and math.sqrt(norm2) > limit:
         for delta in deltas:
             delta.mul_(limit / math.sqrt(norm2))
+
+
+def _added(one: list[torch.Tensor] | None, other: list[torch.Tensor]) -> list[torch.Tensor]:
+    return other if one is None else [a + b for a, b in zip(one, other, strict=True)]
+
+
+def _moved(flats: Sequence[torch.Tensor], then: Layout, now: Layout) -> list[torch.Tensor]:
+    """Return flat values of one layout as they lie in another; zeros for parameters that are new."""
+    found = [torch.zeros(strip.numel, dtype=strip.dtype, device=strip.device) for strip in now.strips]
+    for name, (strip, where) in now.places.items():
+        if name in then.places:
+            old_strip, old_where = then.places[name]
+            found[strip][where] = flats[old_strip][old_where]
+    return found

@@ -77,9 +77,12 @@ class Restoration:
         state.pending.clear()
         state.set_facts(self.mine.meta, own=self.own)
         state.known, state.fragment_count = set(self.shared.meta["known"]), self.shared.meta["fragments"]
+        state.fragments = dict(self.shared.meta["fragment_of"])
+        self.replica.view.take_part(state.fragments)
         resume_gradient_averaging(self.replica)
         self._restore_levels()
         self._restore_pending()
+        self.replica.rewrites.forgive()
 
     def _restore_levels(self) -> None:
         """Give every level what it had, and the parameters that it knew: those unfrozen since join at the next round.
@@ -226,7 +229,7 @@ def _check_terms(replica: Replica, meta: Mapping[str, Any], place: Place) -> Non
     if len(meta["workers"]) != len(place.workers):  # explicit groups cannot be the same
         then, now = ([_EXPLICIT_GROUPS.sub(".groups: explicit", line) for line in lines] for lines in (then, now))
     _compare("strategy", then, now, mend="Attach the strategy of that run")
-    parameters = describe_parameters(replica.view)
+    parameters = describe_parameters(replica.view, meta["fragment_of"])
     _compare("model", meta["parameters"], parameters, mend="Build, freeze and shard the model as it was")
 
 

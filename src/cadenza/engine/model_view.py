@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.engine.ddp import covers
 from cadenza.errors import UnsupportedModelError
-from cadenza.strategy import Strategy
+from cadenza.strategy import Buffers, Strategy
 
 __all__ = ["ModelView"]
 
+_STATISTICS = ("running_mean", "running_var")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class ModelView:
-    """A model and its optimizers, looked at anew in every round: parameters may be frozen, unfrozen or added."""
+    """A model and its optimizers, looked at anew in every round: parameters may be frozen, unfrozen or added.
+
+    A parameter takes part from the first round that finds it trained: it has `requires_grad`, a gradient or state in an
+    optimizer. It stays, whatever becomes of it then: what is frozen may have moved since the last round, and a loop
+    that freezes one network while it trains the other may freeze either at `sync.step()`.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -27,6 +35,7 @@ class ModelView:
         self.model = model
         self.optimizers = optimizers
         self.ddp: DistributedDataParallel | None = None
+        self._taking_part: set[str] = set()
         self._prefix = ""
         inner = model
         while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
@@ -34,10 +43,27 @@ class ModelView:
             self.ddp = inner if isinstance(inner, DistributedDataParallel) else self.ddp
             self._prefix += f"{wrapper}."
             inner = getattr(inner, wrapper)
+        self.inner: torch.nn.Module = inner
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are trained, by their own names, ties once."""
-        return {self._plain(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        """Return the parameters that take part, by their own names, ties once."""
+        found = self.all_parameters()
+        known = self._taking_part
+        known.update(name for name, p in found.items() if name not in known and self._is_trained(p))
+        return {name: p for name, p in found.items() if name in known}
+
+    def all_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return all parameters, whether or not they take part, by their own names, ties once."""
+        return {self._plain(name): p for name, p in self.model.named_parameters()}
+
+    def take_part(self, names: Iterable[str]) -> None:
+        """Let parameters take part that did so in an earlier life of this run."""
+        self._taking_part.update(names)
+
+    def _is_trained(self, parameter: torch.nn.Parameter) -> bool:
+        if parameter.requires_grad or parameter.grad is not None:
+            return True
+        return any(parameter in optimizer.state for optimizer in self.optimizers)
 
     def everything(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers, trained or not."""
@@ -51,13 +77,25 @@ class ModelView:
             if callable(reshard) and hasattr(module, "unshard"):
                 reshard()
 
-    def float_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that have a mean."""
-        return {self._plain(name): b for name, b in self._buffers() if b.is_floating_point()}
+    def float_buffers(self, which: Buffers) -> dict[str, torch.Tensor]:
+        """Return the buffers that have a mean: all, none, or those of modules with running statistics."""
+        return {self._plain(name): b for name, b in self._chosen_buffers(which) if b.is_floating_point()}
 
-    def counters(self) -> dict[str, torch.Tensor]:
-        """Return the integer buffers, such as BatchNorm's count of batches."""
-        return {self._plain(name): b for name, b in self._buffers() if not b.is_floating_point() and not b.is_complex()}
+    def counters(self, which: Buffers) -> dict[str, torch.Tensor]:
+        """Return the integer buffers, such as BatchNorm's count of batches: all, none, or those of such modules."""
+        whole = ((name, b) for name, b in self._chosen_buffers(which) if not b.is_floating_point())
+        return {self._plain(name): b for name, b in whole if not b.is_complex()}
+
+    def modules_with_statistics(self) -> list[str]:
+        """Return the names of the modules that have running statistics: BatchNorm and whatever is built like it."""
+        owners = (name.rpartition(".") for name, _ in self._buffers())
+        return list(dict.fromkeys(self._plain(module) for module, _, own in owners if own in _STATISTICS))
+
+    def _chosen_buffers(self, which: Buffers) -> list[tuple[str, torch.Tensor]]:
+        if isinstance(which, bool):
+            return self._buffers() if which else []
+        chosen = set(self.modules_with_statistics())
+        return [(name, b) for name, b in self._buffers() if self._plain(name.rpartition(".")[0]) in chosen]
 
     def describe(self) -> list[str]:
         """Return a line for each parameter and buffer, to be compared between ranks."""
@@ -70,20 +108,39 @@ class ModelView:
         return {name: lrs[id(p)] for name, p in self.parameters().items() if id(p) in lrs}
 
     def optimizer_tensors(self, names: Sequence[str], keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the optimizers' state of the named parameters that has a mean: tensors of the parameter's shape.
+        """Return the optimizers' state of the named parameters that has a mean: floating-point tensors.
 
-        Without `keys`, all that cannot be a counter.
+        Without `keys`, all but those that count steps: `step`, and single numbers beside a parameter that is none.
         """
-        parameters = self.parameters()
         found: dict[str, torch.Tensor] = {}
+        for name, parameter, key, value in self._optimizer_state(names):
+            counts = key == "step" or (isinstance(value, torch.Tensor) and value.ndim == 0 < parameter.ndim)
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            if not counts if keys is None else key in keys:
+                found[f"{name}/{key}"] = value
+        return found
+
+    def state_without_mean(self, names: Sequence[str]) -> str | None:
+        """Say which of the optimizers' state of the named parameters has no mean, if there is such."""
+        kept: dict[str, list[str]] = {}
+        for name, _, key, value in self._optimizer_state(names):
+            if _has_no_mean(value):
+                kept.setdefault(name, []).append(key)
+        if not kept:
+            return None
+        name, keys = next(iter(kept.items()))
+        return (
+            f"the optimizer's state of parameter {name} has no mean: {', '.join(keys)} are no floating-point tensors. "
+            'Use optimizer_state="leave" or "reset", or another optimizer.'
+        )
+
+    def _optimizer_state(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, str, object]]:
+        parameters = self.parameters()
         for optimizer in self.optimizers:
             for name in names:
                 for key, value in optimizer.state.get(parameters[name], {}).items():
-                    if not isinstance(value, torch.Tensor) or value.shape != parameters[name].shape:
-                        continue
-                    if value.ndim if keys is None else key in keys:
-                        found[f"{name}/{key}"] = value
-        return found
+                    yield name, parameters[name], key, value
 
     def reset_optimizer_state(self, names: Sequence[str]) -> None:
         """Let the optimizers forget what they know of the named parameters."""
@@ -93,10 +150,13 @@ class ModelView:
                 optimizer.state.pop(parameters[name], None)
 
     def reset_momentum(self, names: Sequence[str]) -> None:
-        """Zero SGD's momentum of the named parameters, as SlowMo does; Adam's moments are left."""
-        for name, tensor in self.optimizer_tensors(names).items():
-            if name.endswith("/momentum_buffer"):
-                tensor.zero_()
+        """Zero the momentum that torch.optim.SGD has of the named parameters, as SlowMo does; other state is left."""
+        parameters = self.parameters()
+        for optimizer in (o for o in self.optimizers if isinstance(o, torch.optim.SGD)):
+            for name in names:
+                momentum = optimizer.state.get(parameters[name], {}).get("momentum_buffer")
+                if momentum is not None:
+                    momentum.zero_()
 
     def _plain(self, name: str) -> str:
         """Return a tensor's own name, without what wrappers put into it."""
@@ -115,6 +175,7 @@ class ModelView:
             raise UnsupportedModelError(
                 "The model has no parameter with requires_grad=True, so there is nothing to train."
             )
+        self._refuse_strange_optimizers()
         if strategy.faults.tolerant:
             self._refuse_what_cannot_shrink(strategy)
         for name, parameter in parameters.items():
@@ -138,6 +199,31 @@ class ModelView:
                     "differ: use a schedule that does not follow the drift."
                 )
 
+    def _refuse_strange_optimizers(self) -> None:
+        """Raise if an optimizer trains something else than this model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise UnsupportedModelError(
+                    f"Optimizer {number} ({type(optimizer).__name__}) holds none of the model's parameters, so it "
+                    "trains something else. Make it of model.parameters() after the model has its final form: "
+                    "fully_shard(), to() and others may replace parameters."
+                )
+
+    def refuse_ddp_elsewhere(self, ranks: Collection[int]) -> None:
+        """Raise if a DistributedDataParallel that `attach` was not given averages this model's gradients over all."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for ddp in _living_ddps():
+            if ddp is self.ddp or not any(id(parameter) in own for parameter in ddp.module.parameters()):
+                continue
+            if len(ranks) > 1 and covers(ddp, ranks):
+                raise UnsupportedModelError(
+                    "This model's parameters belong to a DistributedDataParallel as well, which would average their "
+                    f"gradients over all {len(ranks)} ranks in every step: nothing would be saved. Pass the "
+                    "DistributedDataParallel itself to attach(), which then falls silent, or train the bare module "
+                    "without one."
+                )
+
     def _refuse_what_cannot_shrink(self, strategy: Strategy) -> None:
         """Raise if the model is one copy on several ranks, or where groups that come and go cannot reach it."""
         policy = strategy.faults.name
@@ -157,6 +243,18 @@ class ModelView:
                     f"Parameter {name} is on {parameter.device}, and groups that come and go are made by Gloo on the "
                     "CPU: use offload=True, which does the rounds there."
                 )
+
+
+def _living_ddps() -> list[DistributedDataParallel]:
+    kinds = (item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel))
+    return [item for item in kinds if isinstance(getattr(item, "module", None), torch.nn.Module)]
+
+
+def _has_no_mean(value: object) -> bool:
+    """Say whether a part of an optimizer's state is more than a number and cannot be averaged."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0 and not value.is_floating_point()
+    return isinstance(value, Collection) and not isinstance(value, str)
 
 
 def _replicated(parameter: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cadenza.engine.header import Header, Stance, disagreement
@@ -19,7 +19,17 @@ from cadenza.errors import (
 from cadenza.transports import Transport
 from cadenza.weighting import State, Weighed, Weighting, uniform
 
-__all__ = ["Scales", "abandoning", "open_round", "unsent"]
+_MEND = (
+    "Train the same parameters on every rank, and call sync.step(), sync.averaged() and sync.finish() on all of them "
+    "together, never on one alone"
+)
+_MEND_STEPS = (
+    "If ranks have unequal numbers of batches, let whoever runs out call sync.drain() before sync.finish(). Call "
+    "sync.step() once per optimizer step, and sync.averaged() and sync.finish() on all ranks at the same step, never "
+    "on one alone; resume all ranks from the same checkpoint"
+)
+
+__all__ = ["Scales", "abandoning", "open_round", "text_of_first", "unsent"]
 
 
 def open_round(
@@ -29,10 +39,12 @@ def open_round(
     problem: str | None,
     describe: Callable[[], list[str]],
     meanwhile: Callable[[], None] | None = None,
+    by_averager: bool = False,
 ) -> list[Header]:
     """Exchange headers, and return them if every member is able and about to send the same.
 
-    Otherwise all members raise the same error. `meanwhile` runs while the headers are under way.
+    Otherwise all members raise the same error, which tells the user of a synchronizer what to do or, `by_averager`,
+    the user of an averager. `meanwhile` runs while the headers are under way.
     """
     header = Header(**{**header.__dict__, "able": problem is None})
     try:
@@ -42,7 +54,8 @@ def open_round(
         headers = [Header.unpack(reply) for reply in replies()]
         if len({header.intent for header in headers}) == 1 and header.able:
             return headers
-        raise _disagreement(transport, Stance(header.step, problem, describe(), header.atomic), headers)
+        mends = {} if by_averager else {"mend": _MEND, "mend_steps": _MEND_STEPS}
+        raise _disagreement(transport, Stance(header.step, problem, describe(), header.atomic), headers, mends)
     except TransportError as error:
         raise unsent(header.step, error) from error
 
@@ -79,6 +92,15 @@ class Scales:
         return weighed, [w * typical / max(1, header.steps) for w, header in zip(weights, headers, strict=True)]
 
 
+def text_of_first(transport: Transport, text: str) -> str:
+    """Return what the first member says, on every member."""
+    mine = text.encode()
+    sizes = transport.exchange(len(mine).to_bytes(8, "little"))()
+    longest = max(int.from_bytes(size, "little") for size in sizes)
+    first = transport.exchange(mine.ljust(longest))()[0]
+    return first[: int.from_bytes(sizes[0], "little")].decode()
+
+
 @contextmanager
 def abandoning(transport: Transport) -> Iterator[None]:
     """Give the transport up when a round breaks off, whatever the reason: its members are out of step."""
@@ -91,14 +113,16 @@ def abandoning(transport: Transport) -> Iterator[None]:
         raise
 
 
-def _disagreement(transport: Transport, stance: Stance, headers: Sequence[Header]) -> CadenzaError:
+def _disagreement(
+    transport: Transport, stance: Stance, headers: Sequence[Header], mends: Mapping[str, str]
+) -> CadenzaError:
     """Collect every member's side and return the error that all of them raise."""
     mine = stance.pack()
     sizes = transport.exchange(len(mine).to_bytes(8, "little"))()
     longest = max(int.from_bytes(size, "little") for size in sizes)
     replies = transport.exchange(mine.ljust(longest))()
     stances = dict(zip(transport.members, map(Stance.unpack, replies), strict=True))
-    text = f"{disagreement(stances)} Nothing was sent and no parameter was changed."
+    text = f"{disagreement(stances, **mends)} Nothing was sent and no parameter was changed."
     if not any(stance.problem for stance in stances.values()):
         return DisagreementError(text)
     poisoned = any(not math.isfinite(header.norm2) for header in headers)

@@ -29,7 +29,7 @@ def average_due_state(replica: Replica, n: int) -> None:
     state, transport = replica.state, replica.participants.levels[-1].transport
     tensors = replica.view.optimizer_tensors(list(replica.view.parameters()), keys)
     names = list(tensors)
-    fragment = Fragment(list(tensors.values()), label=lambda i: f"optimizer state {names[i]}")
+    fragment = Fragment(list(tensors.values()), label=lambda i: f"optimizer state {names[i]}", names=names)
     norm2 = fragment.norm2()
     missing = _missing(keys, tensors, replica)
     problem = missing or problem_of(fragment, norm2, state.clock, fragment.first_not_finite)

@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 from zlib import crc32
 
 import torch
 
 from cadenza.common.norms import norm_squared
+from cadenza.engine.alignment import aligned_starts
+from cadenza.engine.bucket import Bucket, cut, cut_alone, overlapping
 from cadenza.errors import UnsupportedTensorError
 
-__all__ = ["Bucket", "Fragment", "packed_shape", "wire_dtype"]
+__all__ = ["Fragment", "local_part", "packed_shape", "wire_dtype"]
 
 # 8-bit floats have no arithmetic of their own; complex numbers travel as pairs of reals.
 _WIRE_DTYPES = {
@@ -43,87 +44,12 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return _WIRE_DTYPES.get(dtype)
 
 
-@dataclass
-class Bucket:
-    """A run of values of one dtype on one device that travels as one message.
-
-    >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> [bucket] = Fragment([weight]).buckets(lambda device, dtype: 1024)
-    >>> memory = torch.empty(bucket.numel)
-    >>> bucket.pack(memory); memory.mul_(10)
-    tensor([10., 20., 30., 40.])
-    >>> bucket.unpack(memory); weight
-    tensor([[10., 20.],
-            [30., 40.]])
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    pieces: list[torch.Tensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    numel: int = 0
-    gaps: list[slice] = field(default_factory=list)
-    _starts: list[int] = field(default_factory=list)
-
-    def add(self, piece: torch.Tensor, *, align: int = 1) -> int:
-        """Put a piece behind the others, at a multiple of `align` values; return where it starts.
-
-        Pieces shorter than `align` share their place with neighbours that are as short.
-        """
-        size = piece.numel()
-        shares = size < align and (not self.sizes or self.sizes[-1] < align)
-        start = self.numel if shares else -(-self.numel // align) * align
-        if start > self.numel:
-            self.gaps.append(slice(self.numel, start))
-        self.pieces.append(piece)
-        self.sizes.append(size)
-        self._starts.append(start)
-        self.numel = start + size
-        return start
-
-    def pack(self, memory: torch.Tensor) -> None:
-        """Copy the values into the first `numel` elements of `memory`; gaps between them are zeros."""
-        if self.gaps:
-            torch._foreach_zero_([memory[gap] for gap in self.gaps])
-        if self._flat and not self.gaps:
-            torch.cat(self.pieces, out=memory[: self.numel])  # for many small pieces half the time of copies
-        else:
-            torch._foreach_copy_(self.places_in(memory), self.pieces)
-
-    def distance2(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the squared distance between the values and `memory`, in fp64."""
-        values = torch.empty(self.numel, dtype=self.dtype, device=memory.device)
-        self.pack(values)
-        return values.sub_(memory[: self.numel]).square_().sum(dtype=torch.float64)
-
-    def unpack(self, memory: torch.Tensor) -> None:
-        """Copy the first `numel` elements of `memory` back into the tensors, in place."""
-        torch._foreach_copy_(self.pieces, self.places_in(memory))
-
-    @property
-    def _flat(self) -> bool:
-        """Whether all pieces are runs of the bucket's own dtype."""
-        return all(piece.ndim == 1 and piece.dtype == self.dtype for piece in self.pieces)
-
-    def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return where each piece lies in `memory`, in its shape."""
-        if self.gaps:
-            places = [memory[start : start + size] for start, size in zip(self._starts, self.sizes, strict=True)]
-        else:
-            places = list(memory[: self.numel].split_with_sizes(self.sizes))
-        if self._flat:
-            return places
-        return [
-            place if piece.ndim == 1 else place.view(piece.shape)
-            for place, piece in zip(places, self.pieces, strict=True)
-        ]
-
-
 class Fragment:
     """Tensors that are averaged together, by position.
 
     `taking` says which of them take part; the others still count as positions, so that ranks which disagree on them
-    are found out. `label` names a position in messages. `problem` says that the tensors could not even be collected.
+    are found out. `label` names a position in messages. `names` are part of what ranks compare, so that different
+    tensors of one shape are found out, too. `problem` says that the tensors could not even be collected.
 
     >>> fragment = Fragment([torch.ones(2, 3), torch.zeros(4)], taking=[True, False])
     >>> fragment.describe()
@@ -138,14 +64,18 @@ class Fragment:
         *,
         taking: Sequence[bool] | None = None,
         label: Callable[[int], str] = "parameter {}".format,
+        names: Sequence[str] | None = None,
         problem: str | None = None,
     ) -> None:
         self._given = tensors
+        self._names = names
         self._taking = [True] * len(tensors) if taking is None else list(taking)
         self._label = label
         self._problem = problem
         self._members: list[tuple[torch.dtype, torch.device, torch.Tensor]] = []
         self._positions: list[int] = []
+        self._views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        self._cut: dict[tuple[object, ...], list[Bucket]] = {}
         self.digest = self._read()
 
     @property
@@ -195,7 +125,7 @@ class Fragment:
     def first_not_finite(self) -> str | None:
         """Name the first position that holds a value which is not finite."""
         for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
-            if taken and not bool(torch.isfinite(_local(tensor)).all()):
+            if taken and not bool(torch.isfinite(local_part(tensor)).all()):
                 return self._label(i)
         return None
 
@@ -205,32 +135,56 @@ class Fragment:
         """Return one bucket for each device and precision, of any size, in fp32 or better.
 
         On a `home` device, memory to pack into is there, and tensors of all devices share buckets. Tensors start at
-        multiples of `align` values. The second value says where the values of each position that takes part lie: in
-        which bucket, and which slice of it.
+        multiples of `align` values; where that would make a bucket much longer, small neighbours share a place. The
+        second value says where the values of each position that takes part lie: in which bucket, and which slice of it.
         """
-        kinds: dict[tuple[torch.device, torch.dtype], Bucket] = {}
-        places: dict[int, tuple[int, slice]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
         for position, (dtype, device, view) in zip(self._positions, self._members, strict=True):
-            kind = (home or device, _widened(dtype))
-            bucket = kinds.setdefault(kind, Bucket(*kind))
-            start = bucket.add(view, align=align)
-            places[position] = (list(kinds).index(kind), slice(start, bucket.numel))
-        return list(kinds.values()), places
+            kinds.setdefault((home or device, _widened(dtype)), []).append((position, view))
+        buckets, places = [Bucket(*kind) for kind in kinds], dict.fromkeys(self._positions, (0, slice(0)))
+        for number, members in enumerate(kinds.values()):
+            starts = aligned_starts(tuple(view.numel() for _, view in members), align)
+            for (position, view), start in zip(members, starts, strict=True):
+                buckets[number].add(view, at=start)
+                places[position] = (number, slice(start, start + view.numel()))
+        return buckets, places
 
-    def buckets(self, capacity: Callable[[torch.device, torch.dtype], int], *, widen: bool = False) -> list[Bucket]:
-        """Cut the fragment into buckets of at most `capacity(device, dtype)` values each; `widen` makes them fp32."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for dtype, device, view in self._members:
-            kinds.setdefault((device, dtype), []).append(view)
-        buckets: list[Bucket] = []
-        for (device, dtype), views in kinds.items():
+    def buckets(
+        self,
+        capacity: Callable[[torch.device, torch.dtype], int],
+        *,
+        widen: bool = False,
+        in_place: Callable[[torch.device, torch.dtype], tuple[int, int] | None] | None = None,
+    ) -> list[Bucket]:
+        """Cut the fragment into buckets of at most `capacity(device, dtype)` values each; `widen` makes them fp32.
+
+        Tensors of at least as many values as `in_place(device, dtype)` says are buckets of their own.
+        """
+        cuts: list[tuple[torch.device, torch.dtype, torch.dtype, int, tuple[int, int] | None]] = []
+        for device, dtype in self._views:
             wire = _widened(dtype) if widen else cast(torch.dtype, wire_dtype(dtype))
-            buckets += _fill(views, device, wire, capacity(device, wire))
-        return buckets
+            extent = in_place(device, dtype) if in_place is not None and wire == dtype else None
+            cuts.append((device, dtype, wire, capacity(device, wire), extent))
+        if tuple(cuts) not in self._cut:  # the same in every round of a transport
+            self._cut = {tuple(cuts): [bucket for cut in cuts for bucket in self._buckets_of(*cut)]}
+        return self._cut[tuple(cuts)]
+
+    def _buckets_of(
+        self, device: torch.device, dtype: torch.dtype, wire: torch.dtype, capacity: int, extent: tuple[int, int] | None
+    ) -> Iterator[Bucket]:
+        views = self._views[device, dtype]
+        if extent is None:
+            yield from cut(views, device, wire, capacity)
+            return
+        fewest, most = extent
+        yield from cut([view for view in views if view.numel() < fewest], device, wire, capacity)
+        if large := [view for view in views if view.numel() >= fewest]:
+            shared = overlapping([view for _, _, view in self._members])
+            yield from cut_alone(large, device, wire, most, shared)
 
     def _read(self) -> bytes:
         """Check every tensor, collect those that take part, and return the digest of all of them."""
-        codes: list[int] = []
+        codes: list[int] = [crc32(name.encode()) for name in self._names or ()]
         seen: dict[tuple[int, ...], int] = {}
         for i, (tensor, taken) in enumerate(zip(self._given, self._taking, strict=True)):
             dtype = _code(tensor.dtype)
@@ -250,50 +204,13 @@ class Fragment:
             codes += (_code(device), numel, first, *order)
             if first == i and numel:
                 self._members.append((view.dtype, device, view))
+                self._views.setdefault((device, view.dtype), []).append(view)
                 self._positions.append(i)
         return hashlib.blake2b(array("q", codes).tobytes(), digest_size=16).digest()
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _fill(views: Sequence[torch.Tensor], device: torch.device, wire: torch.dtype, capacity: int) -> Iterator[Bucket]:
-    """Fill buckets to the brim, in order: where they are cut depends on sizes alone, and is the same on every rank."""
-    bucket = Bucket(device, wire)
-    for view in views:
-        start, numel = 0, view.numel()
-        while start < numel:
-            stop = min(numel, start + capacity - bucket.numel)
-            for piece in _run(view, start, stop):
-                bucket.add(piece)
-            start = stop
-            if bucket.numel == capacity:
-                yield bucket
-                bucket = Bucket(device, wire)
-    if bucket.numel:
-        yield bucket
-
-
-def _run(view: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield views that hold the elements from `start` to `stop`, in logical order: few ones, as large as can be."""
-    if start == 0 and stop == view.numel():
-        yield view
-        return
-    if view.ndim == 1:
-        yield view[start:stop]
-        return
-    row = view.numel() // view.shape[0]
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        yield from _run(view[last], start - last * row, stop - last * row)
-        return
-    if start < first * row:
-        yield from _run(view[first - 1], start - (first - 1) * row, row)
-    if first < last:
-        yield view[first:last]
-    if last * row < stop:
-        yield from _run(view[last], 0, stop - last * row)
 
 
 def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
@@ -303,7 +220,7 @@ def _view(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
     order. The order names only dimensions longer than 1, and is empty for the logical one, so that equal orders mean
     equal positions.
     """
-    local = _local(tensor)
+    local = local_part(tensor)
     if wire_dtype(local.dtype) is None or local.layout != torch.strided or local.is_meta or _is_lazy(local):
         raise UnsupportedTensorError(_objection(local))
     if local.is_complex():
@@ -329,7 +246,7 @@ def packed_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     >>> packed_shape(torch.zeros(3, 2).T)
     (3, 2)
     """
-    local = _local(tensor)
+    local = local_part(tensor)
     local = torch.view_as_real(local) if local.is_complex() else local
     strides = local.stride()
     turned = local.permute(sorted(range(local.ndim), key=lambda dim: -strides[dim]))
@@ -344,7 +261,10 @@ def _objection(local: torch.Tensor) -> str:
         return "is on the meta device and has no values; materialise it first."
     if _is_lazy(local):
         return "is a conjugate or negated view; use .resolve_conj().resolve_neg() to give it memory of its own."
-    return f"has dtype {_name(local.dtype)}, which has no mean; only floating-point and complex tensors do."
+    return (
+        f"has dtype {_name(local.dtype)}, which has no mean; only floating-point and complex tensors do. Leave it out: "
+        "(t for t in tensors if t.is_floating_point())."
+    )
 
 
 def _is_lazy(local: torch.Tensor) -> bool:
@@ -352,7 +272,7 @@ def _is_lazy(local: torch.Tensor) -> bool:
     return local.is_conj() or local.is_neg()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that this rank holds, sharing memory with the parameter."""
     if _is_dtensor(tensor):
         return cast(torch.Tensor, tensor.to_local()).detach()  # type: ignore[attr-defined]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from cadenza.engine.assignment import assign
 from cadenza.engine.balance import Balance
 from cadenza.engine.collectives import average_tensors, take_from_first
+from cadenza.engine.cutting import unit_of
 from cadenza.engine.layout import Layout, SpareMemory
 from cadenza.engine.level_state import LevelState
 from cadenza.engine.model_view import ModelView, named
 from cadenza.engine.place import Place
+from cadenza.engine.rewrites import ModelRewrites
 from cadenza.engine.run_state import RunState
 from cadenza.participants.base import Participants
 from cadenza.strategy import Strategy
@@ -38,22 +41,28 @@ class Replica:
         self.state = RunState(Balance(strategy))
         self.spare = SpareMemory()
         self.weighting = strategy.weighting
+        self.rewrites = ModelRewrites(view.inner)
         self._home = torch.device("cpu") if strategy.offload else None
-        blocks = [plan.codec.block for plan in strategy.levels if plan.codec.aligned]
-        self._align = math.lcm(*blocks) if blocks else 1
+        blocks = [unit_of(plan.codec) for plan in strategy.levels if plan.codec.aligned]
+        self._align = math.lcm(*blocks)
 
     def fragments(self) -> list[list[str]]:
-        """Return the names of each fragment's parameters, now."""
+        """Return the names of each fragment's parameters, now; a parameter keeps its fragment for good."""
+        state = self.state
         sizes = [(name, p.numel() * p.element_size()) for name, p in self.view.parameters().items()]
-        fragments = self.strategy.fragments.split(sizes)
-        self.state.fragment_count = len(fragments)
-        return fragments
+        if any(name not in state.fragments for name, _ in sizes):
+            state.fragments, state.fragment_count = assign(
+                self.strategy.fragments, sizes, state.fragments, state.fragment_count
+            )
+        found: list[list[str]] = [[] for _ in range(state.fragment_count)]
+        for name, _ in sizes:
+            found[state.fragments[name]].append(name)
+        return found
 
     def layout(self, fragment: int) -> Layout:
-        """Return how a fragment's parameters lie in flat tensors, now; new ones start from one value on all ranks."""
+        """Return how a fragment's parameters that have one history on all ranks lie in flat tensors, now."""
         self.view.settle()
-        names = self.fragments()[fragment]
-        self._welcome(names)
+        names = [name for name in self.fragments()[fragment] if name in self.state.known]
         layout = self.layout_of(named(self.view.parameters(), names))
         for level in (level for level in self.participants.levels if level.connected):
             layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
@@ -80,9 +89,12 @@ class Replica:
     def fit_levels(self) -> None:
         """Let every level take its anchors from the parameters, where it has none yet."""
         for fragment in range(len(self.fragments())):
-            layout = self.layout(fragment)
-            for number, group in enumerate(self.participants.levels):
-                self.level_state(number, fragment).fit(layout, group)
+            self._fit(fragment)
+
+    def _fit(self, fragment: int) -> None:
+        layout = self.layout(fragment)
+        for number, group in enumerate(self.participants.levels):
+            self.level_state(number, fragment).fit(layout, group)
 
     @torch.no_grad()
     def take_anchors(self) -> None:
@@ -95,22 +107,44 @@ class Replica:
         self.state.pending.clear()
         self.take_anchors()
 
+    def restart(self) -> None:
+        """Take the model's values, the first rank's on all, for the start of everything: no round was held yet."""
+        self.state.wait_for_pending()
+        self.state.pending.clear()
+        self.take_from_first(self.participants.levels[-1].transport)
+        for (_, fragment), state in self.state.levels.items():
+            state.restart(self.layout(fragment))
+        self.rewrites.forgive()
+
+    @property
+    def has_history(self) -> bool:
+        """Whether rounds rely on values that parameters had before."""
+        return bool(self.state.pending) or any(state.anchors for state in self.state.levels.values())
+
     def place(self) -> Place:
         """Return where this rank stands among the workers."""
         return Place.of(self.view, self.participants.levels[-1])
 
-    def _welcome(self, names: Sequence[str]) -> None:
-        """Let parameters that are new, or trained for the first time, start from one value on all ranks: their mean.
+    def know_all(self) -> None:
+        """Note that all ranks hold the same values of everything that takes part."""
+        self.state.known.update(name for names in self.fragments() for name in names)
 
-        Where workers come and go, they start from one value with everything else, and a round's fingerprint finds a
-        change.
+    def welcome(self, fragment: int) -> None:
+        """Let a fragment's parameters that are new start from one value on all ranks, their mean, as every anchor does.
+
+        All ranks do this before a round in which all meet, so that ranks that do not agree on what is new are found out
+        by its header. Where workers come and go, a round's fingerprint finds a change.
         """
-        new = [name for name in names if name not in self.state.known]
-        self.state.known.update(new)
-        if new and self.participants.always_together and self.state.clock > self.strategy.warmup_steps:
+        new = [name for name in self.fragments()[fragment] if name not in self.state.known]
+        if not new:
+            return
+        if self.participants.always_together:
             self.state.wait_for_pending()
             outermost = self.participants.levels[-1]
-            average_tensors(outermost.transport, named(self.view.parameters(), new), step=self.state.moment)
+            tensors = named(self.view.parameters(), new)
+            average_tensors(outermost.transport, tensors, step=self.state.moment, what="new parameter")
+        self.state.known.update(new)
+        self._fit(fragment)
 
     # ---- what workers share (SharedState) --------------------------------------------------------------------------
 
@@ -120,11 +154,13 @@ class Replica:
 
     def refit(self) -> None:
         """Make what is kept between rounds fit the members that have come together now."""
+        if not self.state.known:
+            self.know_all()
         group = self.participants.levels[0]
         for fragment in range(len(self.fragments())):
             state = self.level_state(0, fragment)
             state.fit(self.layout(fragment), group)
-            state.refit(group.transport)
+            state.refit(group)
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         """Return anchors, outer state and what is not trained, by name, in one order."""
@@ -172,5 +208,6 @@ class Replica:
     def _progress(self, number: int, fragment: int) -> list[torch.Tensor]:
         """Return how far the parameters are from their anchor."""
         state = self.state.levels[number, fragment]
-        flats = self.layout(fragment).pack()
-        return [flat.sub_(anchor) for flat, anchor in zip(flats, state.anchors, strict=True)]
+        layout = self.layout(fragment)
+        flats, start = layout.pack(), layout.as_written(state.anchors)
+        return [flat.sub_(anchor) for flat, anchor in zip(flats, start, strict=True)]

@@ -20,12 +20,15 @@ __all__ = ["Reporter"]
 
 _logger = logging.getLogger("cadenza")
 
+_ROUNDS_WITHOUT_DRIFT = 3
+
 
 class Reporter:
     """Tells observers of rounds, landed or failed."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
+        self._without_drift = 0  # rounds in a row
 
     def landed(self, pending: PendingRound, result: RoundResult, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has landed."""
@@ -34,6 +37,7 @@ class Reporter:
             workers = name_workers(result.left_out)
             reason = f"the contribution of {workers} was left out: not finite, or far larger than the others'"
             _logger.warning("Worker %d: %s", result.members[result.position], reason)
+        self._look_at_drift(pending, result)
         self._tell(
             pending,
             group,
@@ -45,6 +49,20 @@ class Reporter:
             participants=result.members,
             reason=reason,
         )
+
+    def _look_at_drift(self, pending: PendingRound, result: RoundResult) -> None:
+        """Warn, once, of workers that never move apart: then there is nothing for rounds to do."""
+        if pending.drift is None or len(result.members) == 1 or result.weightless or self._without_drift < 0:
+            return
+        self._without_drift = self._without_drift + 1 if pending.drift == 0 else 0
+        if self._without_drift == _ROUNDS_WITHOUT_DRIFT:
+            self._without_drift = -1
+            _logger.warning(
+                "The workers held exactly the same values at the last %d rounds. Does something else average them in "
+                "every step, such as a DistributedDataParallel around the module that was attached, or do all train on "
+                "the same data? Then rounds cost time and change nothing.",
+                _ROUNDS_WITHOUT_DRIFT,
+            )
 
     def failed(self, pending: PendingRound, failed: FailedRound, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has failed, and changed nothing."""

@@ -77,6 +77,7 @@ class Resolver:
             self.scales,
             residuals=self.state.residuals,
             exact=pending.anchor_means,
+            inner_lrs=pending.inner_lrs,
             meter=Meter(
                 self.measures_drift,
                 plan.outer.clip is not None,
@@ -87,6 +88,8 @@ class Resolver:
             make_equal=self._make_anchors_equal,
         )
         header, problem = self._checked(replace(self.header, norm2=norm2, atomic=self.participants.atomic), norm2)
+        if plan.outer.needs_inner_lr:
+            header = replace(header, lr_mark=work.lr_mark)
         if anchored and self.group.agrees and not self.group.alone:
             header = replace(header, anchor=checksum(*self.state.anchors))
         describe = pending.layout.fragment.describe
@@ -95,7 +98,8 @@ class Resolver:
         )
         if isinstance(result, FailedRound):
             return result
-        pending.origins = origins if late_mean else None
+        result.exchanged.raw_bytes = round(result.exchanged.raw_bytes * pending.layout.filled)
+        pending.origins, pending.inner_lrs = origins if late_mean else None, work.inner_lrs
         self._finish(result)
         return result
 
@@ -104,8 +108,12 @@ class Resolver:
         pending, anchors = self.pending, self.state.anchors
         packed = pending.values
         values = self.spare.borrow(pending.layout) if late_mean else packed
-        both = zip(anchors, packed, values, strict=True)
-        norm2 = sum(difference(anchor, flat, out=out) for anchor, flat, out in both)
+        both = zip(pending.layout.as_written(anchors), packed, values, strict=True)
+        norm2 = sum(difference(start, flat, out=out) for start, flat, out in both)
+        if self.state.carried is not None:
+            for flat, lost in zip(values, self.state.carried, strict=True):
+                flat.add_(lost)
+            norm2 = norm_squared(*values)
         pending.values = values
         outer = self.group.plan.outer
         if outer.needs_own or (pending.restarts and self.participants.atomic):

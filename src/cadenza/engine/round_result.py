@@ -44,6 +44,12 @@ class RoundResult:
         return not any(counted) or not any(self.weights)
 
     @property
+    def own_share(self) -> float:
+        """What this worker's values beside the parameters count, relative to the others'; 1 where all count alike."""
+        shares = self.weighed.shares
+        return 1.0 if len(set(shares)) == 1 else shares[self.position]
+
+    @property
     def left_out(self) -> list[int]:
         """The workers whose contributions did not count because they would have done harm."""
         return [self.members[position] for position in sorted(self.weighed.left_out)]

@@ -65,7 +65,7 @@ class RoundRunner:
             levels = [self._replica.level_state(level, fragment) for level in range(len(self._strategy.levels))]
             due = [state.schedule.is_due(n, state.schedule_state) for state in levels]
             level = largest_due(due)
-            if level is None:
+            if level is None or not self._replica.fragments()[fragment]:
                 continue
             if fragment in self._state.pending:  # a delay that a changing period has overtaken
                 self._landing.land(self._state.pending.pop(fragment))
@@ -134,6 +134,8 @@ class RoundRunner:
     def run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
         started = time.perf_counter()
+        if number == len(self._strategy.levels) - 1:
+            self._replica.welcome(fragment)
         layout = self._replica.layout(fragment)
         if not self._is_admitted(fragment, layout, started):
             return None
@@ -180,7 +182,7 @@ class RoundRunner:
         state, plan = self._replica.level_state(number, fragment), group.plan
         state.fit(layout, group)
         if plan.regroups:
-            state.refit(group.transport)
+            state.refit(group)
         restarts = bool(delay) and self._strategy.restarts(number)
         if restarts and plan.outer.needs_own and not state.rounds:
             self._landing.take_first_step(number, fragment, layout, len(group.transport.members))
@@ -196,6 +198,7 @@ class RoundRunner:
             samples=self._state.counts.samples,
         )
         weight, problem = self._weight(number, fragment)
+        problem = problem or self._problem(group, layout)
         resolver = Resolver(
             pending,
             group,
@@ -225,7 +228,11 @@ class RoundRunner:
         tensors = layout.fragment
         norm2 = tensors.norm2()
         weight, problem = self._weight(number, fragment)
-        problem = problem or problem_of(tensors, norm2, self._state.clock, tensors.first_not_finite)
+        problem = (
+            problem
+            or self._problem(group, layout)
+            or problem_of(tensors, norm2, self._state.clock, tensors.first_not_finite)
+        )
         if group.alone and problem is not None:
             raise NotFiniteError(problem)
         header = replace(self._header(layout, number, fragment, weight), norm2=norm2)
@@ -258,10 +265,17 @@ class RoundRunner:
             steps=balance.steps,
         )
 
+    def _problem(self, group: LevelGroup, layout: Layout) -> str | None:
+        """Say what of this worker's could not be averaged after the parameters: then the round does not even begin."""
+        if self._strategy.optimizer_state != "average" or group.alone:
+            return None
+        return self._replica.view.state_without_mean(layout.names)
+
     def _weight(self, level: int, fragment: int) -> tuple[float, str | None]:
         """Return what this worker says it counts, and what is wrong with it if something is."""
         counts = self._state.counts
-        if counts.exhausted or self._participants.idle:
+        news = counts.has_news(level, fragment, start=self._strategy.warmup_steps)
+        if not news or self._participants.idle:
             return 0.0, None
         try:
             return self._replica.weighting.own(counts.since_last_round(level, fragment)), None

@@ -21,25 +21,42 @@ class Counts:
     Attributes:
         samples: How many samples it has used.
         counted: How many of them each level had seen of each fragment ("level/fragment") at its last round.
+        launched_at: At which step each of these rounds was launched.
         met_at: At which step all workers last held equal values of each fragment.
         exhausted: Whether this worker has run out of data.
+        stopped_at: After which step it did.
         all_exhausted: Whether all have.
     """
 
     samples: float = 0.0
     counted: dict[str, float] = field(default_factory=dict)
+    launched_at: dict[str, int] = field(default_factory=dict)
     met_at: dict[int, int] = field(default_factory=dict)
     exhausted: bool = False
+    stopped_at: int = 0
     all_exhausted: bool = False
 
     def since_last_round(self, level: int, fragment: int) -> float:
         """Return the samples used since a level's last round of a fragment."""
         return self.samples - self.counted.get(f"{level}/{fragment}", 0.0)
 
-    def note_round(self, level: int, fragment: int, samples: float) -> None:
-        """Remember that a level, and all inside it, have seen so many samples of a fragment."""
+    def has_news(self, level: int, fragment: int, *, start: int) -> bool:
+        """Say whether a level's next round of a fragment finds local steps of this worker that none has seen.
+
+        `start` is the step after which local steps began.
+        """
+        return not self.exhausted or self.launched_at.get(f"{level}/{fragment}", start) < self.stopped_at
+
+    def note_round(self, level: int, fragment: int, *, samples: float, step: int) -> None:
+        """Remember that a level, and all inside it, have seen a fragment after so many samples and steps."""
         for inner in range(level + 1):
             self.counted[f"{inner}/{fragment}"] = samples
+            self.launched_at[f"{inner}/{fragment}"] = step
+
+    def stop(self, step: int) -> None:
+        """Note that this worker has run out of data after a step."""
+        if not self.exhausted:
+            self.exhausted, self.stopped_at = True, step
 
     def facts(self) -> dict[str, Any]:
         """Return everything, as JSON can hold it."""
@@ -60,8 +77,9 @@ class RunState:
         clock: How many steps were counted, warm-up included.
         levels: What each level remembers of each fragment.
         pending: The round in flight of each fragment.
-        known: Parameters that have one history on all ranks.
-        fragment_count: The fragments, as of the last look at the model.
+        fragments: The fragment of each parameter that was ever seen to take part; it keeps it for good.
+        known: Those of them that have one history on all ranks.
+        fragment_count: How many fragments there are.
         counts: Samples, and when all last met.
         gradients_averaged: Whether the gradients of the coming step were averaged.
         phase: Which attempt at the last round is under way; 0 before that.
@@ -71,6 +89,7 @@ class RunState:
     clock: int = 0
     levels: dict[tuple[int, int], LevelState] = field(default_factory=dict)
     pending: dict[int, PendingRound] = field(default_factory=dict)
+    fragments: dict[str, int] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     fragment_count: int = 0
     counts: Counts = field(default_factory=Counts)

@@ -17,7 +17,7 @@ Saving is local: it waits for what is in flight, but lands nothing, so it never 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -93,6 +93,7 @@ def _shared_facts(replica: Replica, place: Place) -> dict[str, Any]:
         "parameters": describe_parameters(replica.view),
         "known": sorted(state.known),
         "fragments": state.fragment_count,
+        "fragment_of": state.fragments,
     }
 
 
@@ -105,9 +106,10 @@ def _own_facts(replica: Replica, place: Place) -> dict[str, Any]:
     }
 
 
-def describe_parameters(view: ModelView) -> list[str]:
-    """Return a line for each parameter that is trained, as this rank holds it."""
-    found = {name: local(parameter) for name, parameter in view.parameters().items()}
+def describe_parameters(view: ModelView, also: Iterable[str] = ()) -> list[str]:
+    """Return a line for each parameter that takes part, or did so in an earlier life, as this rank holds it."""
+    names = {*view.parameters(), *also}
+    found = {name: local(parameter) for name, parameter in view.all_parameters().items() if name in names}
     return [f"{name}: {tuple(part.shape)} {name_of(part.dtype)}" for name, part in found.items()]
 
 

@@ -15,7 +15,7 @@ from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.participants.level_group import Stage
 from cadenza.transports import Lane, Transport
 
-__all__ = ["exchange_staged", "stage_part"]
+__all__ = ["exchange_staged", "spread_part", "stage_part"]
 
 
 def exchange_staged(
@@ -30,23 +30,32 @@ def exchange_staged(
     done = Exchanged()
     if not values.numel():
         return done
-    part = _reduce_scatter(values, stage.inside, weights, done)
+    part = _reduce_scatter(values, stage.inside, codec, weights, done)
     across = exchange_mean(part, stage.across, codec, weights=[1.0] * len(stage.across.members), residual=residual)
-    _all_gather(part, values, stage.inside, done)
+    _all_gather(part, values, stage.inside, codec, done)
     done.add(across)
     return done
 
 
-def stage_part(values: torch.Tensor, stage: Stage) -> torch.Tensor:
+def stage_part(values: torch.Tensor, stage: Stage, codec: Codec) -> torch.Tensor:
     """Return memory like the part of the values that this member exchanges across."""
-    return values.new_empty(sum(row for _, row in plain_rows(values, stage.inside)))
+    return values.new_empty(sum(row for _, row in plain_rows(values, stage.inside, codec)))
+
+
+def spread_part(part: torch.Tensor, values: torch.Tensor, stage: Stage, codec: Codec) -> torch.Tensor:
+    """Return the part that this member exchanges across, at its places among zeros."""
+    found = torch.zeros_like(values)
+    rows = list(plain_rows(values, stage.inside, codec))
+    for (start, row), piece in zip(rows, part.split([row for _, row in rows]), strict=True):
+        put(found, start + stage.inside.position * row, piece)
+    return found
 
 
 def _reduce_scatter(
-    values: torch.Tensor, transport: Transport, weights: Sequence[float], done: Exchanged
+    values: torch.Tensor, transport: Transport, codec: Codec, weights: Sequence[float], done: Exchanged
 ) -> torch.Tensor:
     """Return this member's part of the weighted sum over the members."""
-    rows = list(plain_rows(values, transport))
+    rows = list(plain_rows(values, transport, codec))
     part = values.new_empty(sum(row for _, row in rows))
     parts = part.split([row for _, row in rows])
     members = len(transport.members)
@@ -70,9 +79,9 @@ def _reduce_scatter(
     return part
 
 
-def _all_gather(part: torch.Tensor, values: torch.Tensor, transport: Transport, done: Exchanged) -> None:
+def _all_gather(part: torch.Tensor, values: torch.Tensor, transport: Transport, codec: Codec, done: Exchanged) -> None:
     """Give every member the parts of all."""
-    rows = list(plain_rows(values, transport))
+    rows = list(plain_rows(values, transport, codec))
     parts = part.split([row for _, row in rows])
     members = len(transport.members)
 

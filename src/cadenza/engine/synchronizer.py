@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from cadenza.engine import loading, saving
+from cadenza.engine.buffers import average_buffers
 from cadenza.engine.collectives import average_tensors
 from cadenza.engine.hooks import hook_optimizer, hook_scaler
 from cadenza.engine.model_view import ModelView
@@ -123,6 +124,7 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
+        self._check_values()
         counts = self._state.counts
         if samples is None and self.strategy.weighting.needs_samples and not counts.exhausted:
             raise ValueError(
@@ -137,7 +139,7 @@ class Synchronizer:
         if not self._warm_up.count_step():
             return
         self._rounds.land_due()
-        n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps)
+        n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps, idle=counts.exhausted)
         if n is not None:
             self._rounds.launch_due(n)
             average_due_state(self.replica, n)
@@ -151,9 +153,10 @@ class Synchronizer:
         self._warm_up.average_gradients()
 
     def drain(self) -> None:
-        """Answer rounds with weight 0, for a worker that has run out of data, until all workers have.
+        """Answer rounds for a worker that has run out of data, until all workers have.
 
-        A round that finds all workers without data takes their plain mean, without an outer step. During the warm-up
+        Its local steps since the last round count in the next one, with their weight; afterwards its weight is 0. A
+        round that finds nothing new on any worker takes their plain mean, without an outer step. During the warm-up
         every worker has gradients to average: whoever calls this then makes all ranks raise.
         """
         self._check_open()
@@ -164,16 +167,17 @@ class Synchronizer:
             )
         if not self._warm_up.over or self.strategy.average_gradients:
             self._warm_up.refuse_to_drain()
-        self._state.counts.exhausted = True
+        self._state.counts.stop(self._state.clock)
         while not self._state.counts.all_exhausted:
-            self._state.balance.quota = 1
             self.step()
 
     def finish(self) -> None:
         """Land what is in flight, run one last global round, and close: all ranks end with equal parameters.
 
-        The last round is one like the others, outer step and momentum included, also if its period was cut short. There
-        is none where all have just met. Where workers have anchors of their own, it is a plain mean of the parameters.
+        So do the buffers that the strategy averages, BatchNorm's running statistics by default (not under `skip_round`
+        and `shrink`). The last round is one like the others, outer step and momentum included, also if its period was
+        cut short. There is none where all have just met. Where workers have anchors of their own, it is a plain mean of
+        the parameters.
         """
         self._check_open()
         if self.strategy.balanced:
@@ -181,6 +185,8 @@ class Synchronizer:
         self._rounds.land_all()
         if self._state.clock > self.strategy.warmup_steps:
             self._end_together()
+        else:  # gradients were averaged in every step, but each worker has seen batches of its own
+            average_buffers(self.replica, self._participants.levels[-1].transport, weight=1.0)
         self.close()
 
     @contextmanager
@@ -195,12 +201,13 @@ class Synchronizer:
         view = self.replica.view
         view.settle()
         tensors: dict[str, torch.Tensor] = {**view.parameters()}
-        if self.strategy.buffers:
-            tensors |= view.float_buffers()
+        if self._participants.always_together:
+            tensors |= view.float_buffers(self.strategy.buffers)
         kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             if self._participants.always_together:
-                average_tensors(self._participants.levels[-1].transport, tensors, step=self._state.moment)
+                everybody = self._participants.levels[-1].transport
+                average_tensors(everybody, tensors, step=self._state.moment, what="averaged() of")
             else:
                 self.replica.take_anchors()
             yield view.model
@@ -235,6 +242,20 @@ class Synchronizer:
         self._check_open()
         return loading.prepare(self.replica, saved, worker=worker)
 
+    def restart(self) -> None:
+        """Take the model's values for a new start: after values were loaded, all ranks call this.
+
+        All ranks go on from the first one's values. Anchors are taken anew, outer updates and error feedback forget
+        what was before; the clock and the schedules go on. To resume a run, use `cadenza.checkpoint` instead.
+        """
+        self._check_open()
+        if not self._participants.always_together:
+            raise CadenzaError(
+                "Under skip_round and shrink a worker takes the state of the others; load the model's values on all "
+                "workers before attach()."
+            )
+        self.replica.restart()
+
     def close(self) -> None:
         """Let go of threads, hooks and groups without any collective; parameters stay as they are."""
         if not self._open:
@@ -242,6 +263,7 @@ class Synchronizer:
         self._open = False
         for undo in self._undo_hooks:
             undo()
+        self.replica.rewrites.close()
         self._rounds.close()
         self._participants.close()
 
@@ -306,8 +328,18 @@ class Synchronizer:
         if scaler is not None:
             self._undo_hooks.append(hook_scaler(scaler, tick))
         else:
-            average = self.average_gradients if self._averages_gradients_itself else None
+            average = self._warm_up.average_gradients if self._averages_gradients_itself else None
             self._undo_hooks += hook_optimizer(self.replica.view.optimizers, tick, average)
+
+    def _check_values(self) -> None:
+        """Refuse to go on from values that were loaded after `attach`: the next round would take them for progress."""
+        if self.replica.rewrites.was_rewritten() and self.replica.has_history:
+            raise CadenzaError(
+                "The model's values were replaced by load_state_dict() after attach(), and the anchors, from which "
+                "rounds count progress, were not. Load values before attach(); resume with cadenza.checkpoint.load() "
+                "or sync.load_state_dict() beside the model's; or call sync.restart() on all ranks to start anew from "
+                "the loaded values."
+            )
 
     def _tick(self) -> None:
         if self._open:

@@ -5,7 +5,12 @@ DDP does it by itself, over all ranks or, with a hook, over more than its own; o
 
 from __future__ import annotations
 
-from cadenza.engine.collectives import average_tensors
+import logging
+from collections.abc import Collection
+
+import torch
+
+from cadenza.engine.collectives import average_tensors, differing
 from cadenza.engine.ddp import covers, fall_silent, widen
 from cadenza.engine.header import Header
 from cadenza.engine.opening import open_round
@@ -14,6 +19,8 @@ from cadenza.errors import CadenzaError
 from cadenza.transports import process_group_of
 
 __all__ = ["WarmUp", "resume_gradient_averaging"]
+
+_logger = logging.getLogger("cadenza")
 
 
 class WarmUp:
@@ -42,13 +49,22 @@ class WarmUp:
         elif ddp is not None and not covers(ddp, outermost.transport.members):
             widen(ddp, process_group_of(outermost.transport), while_true=lambda: not self.over)
 
-    def average_gradients(self) -> None:
-        """Average the gradients over all workers, unless DDP has done it or this is a local step."""
+    def average_gradients(self, of: Collection[torch.Tensor] | None = None) -> None:
+        """Average the gradients over all workers, unless DDP has done it or this is a local step.
+
+        `of` are the parameters whose gradients are averaged; all of them by default.
+        """
         if self.by_ddp or (self.over and not self._always):
             return
         replica = self._replica
-        gradients = {name: p.grad for name, p in replica.view.parameters().items() if p.grad is not None}
-        average_tensors(replica.participants.levels[-1].transport, gradients, step=replica.state.moment)
+        chosen = None if of is None else {id(parameter) for parameter in of}
+        gradients = {
+            name: p.grad
+            for name, p in replica.view.parameters().items()
+            if p.grad is not None and (chosen is None or id(p) in chosen)
+        }
+        everybody = replica.participants.levels[-1].transport
+        average_tensors(everybody, gradients, step=replica.state.moment, what="gradient of")
         replica.state.gradients_averaged = True
 
     def count_step(self) -> bool:
@@ -72,7 +88,27 @@ class WarmUp:
         ddp, outermost = self._replica.view.ddp, self._replica.participants.levels[-1]
         if ddp is not None and not self._always and covers(ddp, outermost.transport.members):
             fall_silent(ddp)
+        if self._steps:
+            self._start_alike()
+        self._replica.know_all()
         self._replica.fit_levels()
+
+    def _start_alike(self) -> None:
+        """Let all ranks begin local training from the same values, also if something was left out of the averaging."""
+        replica = self._replica
+        outermost = replica.participants.levels[-1]
+        parameters = replica.view.parameters()
+        different = differing(outermost.transport, parameters)
+        if different is None:
+            return
+        _logger.warning(
+            "At the end of the warm-up (step %d) the ranks hold different values, of %s for example: some gradients "
+            "were not averaged. All go on from the mean. Pass all optimizers to attach(), or call "
+            "sync.average_gradients() before each optimizer's step.",
+            replica.state.clock,
+            different,
+        )
+        average_tensors(outermost.transport, parameters, step=replica.state.moment, what="parameter")
 
     def refuse_to_drain(self) -> None:
         """Let all ranks raise, also those that wait for this worker's gradients, unless it is DDP that waits."""

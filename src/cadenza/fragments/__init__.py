@@ -3,7 +3,7 @@
 A fragmentation is a pure function of names and sizes, so all ranks cut alike.
 
 >>> by_layers(2).split([("embed", 4), ("layers.0.w", 4), ("layers.1.w", 4), ("layers.2.w", 4), ("head", 4)])
-[['embed', 'layers.0.w', 'layers.2.w', 'head'], ['layers.1.w']]
+[['embed', 'layers.0.w', 'layers.2.w'], ['layers.1.w', 'head']]
 """
 
 from cadenza.fragments.base import Fragmentation

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.algorithms.model_averaging.averagers as torch_averagers
 
 from cadenza.common.process_groups import find_groups, name_groups, resolve
 from cadenza.model_averaging.utils import Params, average_at_step
@@ -15,8 +16,10 @@ from cadenza.model_averaging.utils import Params, average_at_step
 __all__ = ["ModelAverager", "PeriodicModelAverager"]
 
 
-class ModelAverager(ABC):
+class ModelAverager(torch_averagers.ModelAverager):
     """The base of all averagers: a process group and a step counter.
+
+    Cadenza's classes derive from torch's of the same name, so that programs which ask `isinstance` of those work.
 
     >>> import torch.distributed as dist
     >>> from cadenza.model_averaging.averagers import ModelAverager
@@ -46,7 +49,7 @@ class ModelAverager(ABC):
         self.__dict__.update({key: find_groups(value) for key, value in state.items()})
 
 
-class PeriodicModelAverager(ModelAverager):
+class PeriodicModelAverager(ModelAverager, torch_averagers.PeriodicModelAverager):
     """Averages every `period` steps once `warmup_steps` are over: at step `warmup_steps`, then every `period` after it.
 
     During the warm-up, average gradients instead (DDP with `post_localSGD_hook`). With `atomic=True` a failed averaging

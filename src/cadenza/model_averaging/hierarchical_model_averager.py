@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch.distributed as dist
+import torch.distributed.algorithms.model_averaging.hierarchical_model_averager as torch_averager
 
 from cadenza.errors import TopologyError
 from cadenza.model_averaging.averagers import NO_NEED, ModelAverager, check_warmup, check_whole
@@ -20,7 +21,7 @@ __all__ = ["HierarchicalModelAverager"]
 logger = logging.getLogger(__name__)
 
 
-class HierarchicalModelAverager(ModelAverager):
+class HierarchicalModelAverager(ModelAverager, torch_averager.HierarchicalModelAverager):
     """Averages small groups often and large ones seldom: `period_group_size_dict` maps periods to group sizes.
 
     At a step that several periods divide, only the largest group averages. Periods and sizes ascend, each size

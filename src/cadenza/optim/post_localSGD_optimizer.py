@@ -9,17 +9,21 @@ from types import FrameType
 from typing import Any, overload
 
 import torch
+import torch.distributed.algorithms.model_averaging.averagers as torch_averagers
 
-from cadenza.model_averaging.averagers import ModelAverager
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own code, while that package is imported
+    import torch.distributed.optim.post_localSGD_optimizer as torch_optimizer
 
 __all__ = ["PostLocalSGDOptimizer"]
 
 # Where the averager's step is kept in the parameter groups. torch.distributed.checkpoint saves those and the
 # optimizer's state, and drops every other entry of a state dict.
 _STEP_KEY = "averager_step"
+_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 
 
-class PostLocalSGDOptimizer(torch.optim.Optimizer):
+class PostLocalSGDOptimizer(torch_optimizer.PostLocalSGDOptimizer):
     """Wraps an optimizer: `step()` runs it, then gives the averager its turn.
 
     It is the inner optimizer in all else: `param_groups`, `state` and `defaults` are the inner one's own objects, so
@@ -43,12 +47,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """
 
     optim: torch.optim.Optimizer
-    averager: ModelAverager
+    averager: torch_averagers.ModelAverager
 
     # A GradScaler calls step() of such optimizers always, and leaves unscaling and skipping to them.
     _step_supports_amp_scaling = True
 
-    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+    def __init__(self, optim: torch.optim.Optimizer, averager: torch_averagers.ModelAverager) -> None:
         if not isinstance(optim, torch.optim.Optimizer):
             raise TypeError(f"Arg ``optim`` must be a torch.optim.Optimizer; got {type(optim).__name__}.")
         if not hasattr(averager, "average_parameters") or not hasattr(averager, "step"):
@@ -104,7 +108,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self.optim.load_state_dict(state_dict)
-        step = state_dict.get("step", _noted_step(state_dict))
+        step = state_dict.get("step")
+        if step is None and _is_within("_load_optim_state_dict"):
+            step = _noted_step(state_dict)
         if step is None:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
@@ -169,12 +175,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
         Nobody trains in it, so the averager must not count it.
         """
-        if any(group.get("lr") for group in self.param_groups):
-            return False
-        frame: FrameType | None = inspect.currentframe()
-        while frame and frame.f_code.co_name != "_init_optim_state":
-            frame = frame.f_back
-        return frame is not None
+        return not any(group.get("lr") for group in self.param_groups) and _is_within("_init_optim_state")
 
     def _note_step(self) -> None:
         for group in self.param_groups:
@@ -185,3 +186,13 @@ def _noted_step(state_dict: dict[str, Any]) -> Any:
     """Return the step that the parameter groups of a state dict carry, or None."""
     noted = [group[_STEP_KEY] for group in state_dict.get("param_groups", ()) if _STEP_KEY in group]
     return max(noted, default=None)
+
+
+def _is_within(function: str) -> bool:
+    """Tell whether a function of torch.distributed.checkpoint is at work: it drops the step that others keep."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False

@@ -9,7 +9,7 @@ whatever their processors. +, −, ×, ÷ and √ of torch round alike everywher
 (`add_(x, alpha=a)`, `lerp_`, `addcmul_`) rounds once where the processor has such an instruction and twice
 where it has none: so the updates here write products down before they add them. Sums over elements depend on the number
 of threads: an update that needs a norm asks for `clip`, which one member measures for all. The optimizers of torch fuse
-where they can. Where that tells machines apart, the next round makes the anchors one again: docs/decisions/0009.
+where they can. Where that tells machines apart, the next round makes the anchors one again: docs/decisions/0010.
 
 >>> import torch
 >>> anchor, moved = torch.tensor([1.0]), torch.tensor([0.5])

@@ -24,7 +24,7 @@ from cadenza.errors import (
     TransportError,
     TurnedAwayError,
 )
-from cadenza.faults import Shrink, SkipRound
+from cadenza.faults import FaultPolicy
 from cadenza.participants.assembly import KEPT, Assembly, clean_up
 from cadenza.participants.base import Admission, FailedRound, SharedState
 from cadenza.participants.generation import Generation, assemble
@@ -66,7 +66,7 @@ class ElasticParticipants:
     atomic = True
     last_phases = tuple(range(1, _ATTEMPTS + 1))
 
-    def __init__(self, membership: Membership, policy: SkipRound | Shrink, plan: LevelPlan, terms: str) -> None:
+    def __init__(self, membership: Membership, policy: FaultPolicy, plan: LevelPlan, terms: str) -> None:
         self.membership = membership
         self.policy = policy
         self.levels: Sequence[LevelGroup] = [LevelGroup(plan, plan.name or "level 0", None)]

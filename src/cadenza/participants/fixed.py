@@ -116,8 +116,8 @@ def _stage(outer: Level, inner: Level, inside: Transport, group: Group) -> Stage
     sizes = {len(members) for members in groups}
     if len(groups) == 1 or len(sizes) > 1 or sizes == {1}:
         return None
-    position = inner.group_of(group.rank).index(group.rank)
-    return Stage(inside, group.connect([members[position] for members in groups]))
+    # Positions are the transport's, which orders ranks by number, whatever the order in which groups were written.
+    return Stage(inside, group.connect([sorted(members)[inside.position] for members in groups]))
 
 
 def _partition(groups: Groups, group: Group) -> Level:

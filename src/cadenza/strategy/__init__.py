@@ -12,10 +12,11 @@ wanted: a `Synchronizer` does it. Every piece may be a user's own that fulfils i
 """
 
 from cadenza.strategy.level_plan import Groups, LevelPlan, as_schedule
-from cadenza.strategy.options import CommonOptions, OptimizerState, StrategyOptions, Weight
+from cadenza.strategy.options import Buffers, CommonOptions, OptimizerState, StrategyOptions, Weight
 from cadenza.strategy.strategy import Strategy
 
 __all__ = [
+    "Buffers",
     "CommonOptions",
     "Groups",
     "LevelPlan",

@@ -10,8 +10,9 @@ from cadenza.fragments import Fragmentation
 from cadenza.schedules import StateSchedule
 from cadenza.weighting import Weighting
 
-__all__ = ["CommonOptions", "OptimizerState", "StrategyOptions", "Weight"]
+__all__ = ["Buffers", "CommonOptions", "OptimizerState", "StrategyOptions", "Weight"]
 
+Buffers = bool | Literal["statistics"]
 OptimizerState = Literal["leave", "average", "reset"] | StateSchedule
 Weight = Literal["uniform", "samples"] | Callable[[], float] | Weighting
 
@@ -25,7 +26,7 @@ class CommonOptions(TypedDict, total=False):
     'samples'
     """
 
-    buffers: bool
+    buffers: Buffers
     optimizer_state: OptimizerState
     weight: Weight
     balanced: bool

@@ -12,7 +12,7 @@ from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
 from cadenza.schedules import Schedule, StateSchedule, gap_after, staggered_levels
 from cadenza.strategy.level_plan import LevelPlan
-from cadenza.strategy.options import OptimizerState, Weight
+from cadenza.strategy.options import Buffers, OptimizerState, Weight
 from cadenza.weighting import Weighting, by_function, needs_anchor, outliers, samples, uniform
 
 __all__ = ["Strategy"]
@@ -28,7 +28,9 @@ class Strategy:
         warmup_steps: For how many steps gradients are averaged instead.
         delay: How many steps training goes on between the launch of a round and its landing, at levels that do not say.
         alpha: How much of the local value is kept when the outer update's result lands (0: none).
-        buffers: Whether floating-point buffers are averaged, and counters taken from the maximum.
+        buffers: Which buffers are averaged, with counters taken from the maximum: by default the running statistics
+            of BatchNorm and its like, where rounds are not given up after a fault; all that are floating-point (True),
+            where rounds do not land late either; or none (False).
         optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands; or
             `cadenza.schedules.moments(…)`, which averages its entries at steps of their own.
         weight: How much a worker counts: all alike, by the samples given to `step`, what a function says, or a piece of
@@ -50,7 +52,7 @@ class Strategy:
     warmup_steps: int = 0
     delay: int = 0
     alpha: float = 0.0
-    buffers: bool = False
+    buffers: Buffers = "statistics"
     optimizer_state: OptimizerState = "leave"
     weight: Weight = "uniform"
     balanced: bool = False
@@ -167,6 +169,11 @@ class Strategy:
                 'optimizer_state is "leave", "average", "reset" or cadenza.schedules.moments(…); '
                 f"got {self.optimizer_state!r}."
             )
+        if self.buffers not in (True, False, "statistics"):
+            raise ValueError(
+                'buffers is "statistics" (the running statistics of BatchNorm and its like), True (all of '
+                f"floating-point) or False (none); got {self.buffers!r}."
+            )
         if hasattr(self.weight, "weigh"):
             check_piece(self.weight, Weighting, what="weight", such_as="cadenza.weighting.samples()")
         elif not callable(self.weight) and self.weight not in ("uniform", "samples"):
@@ -237,10 +244,11 @@ class Strategy:
                 )
 
     def _check_late_landing(self) -> None:
-        if self._late and (self.buffers or self.optimizer_state not in ("leave", "reset")):
+        if self._late and (self.buffers is True or self.optimizer_state not in ("leave", "reset")):
             raise ValueError(
                 "Buffers and optimizer state cannot land late: an average of variances from another step can turn "
-                'negative. Use delay=0, or buffers=False and optimizer_state="leave".'
+                'negative. Use delay=0, or optimizer_state="leave" and buffers="statistics", which are averaged as '
+                "they are when a round lands."
             )
 
     def _check_faults(self) -> None:
@@ -260,7 +268,7 @@ class Strategy:
             "average_gradients": (self.average_gradients, "one missing worker would stop all others in every step"),
             "balanced": (self.balanced, "the workers' clocks differ, so nobody could tell who is late"),
             "averaged buffers or optimizer state": (
-                self.buffers or self.optimizer_state not in ("leave", "reset"),
+                self.buffers is True or self.optimizer_state not in ("leave", "reset"),
                 "they are averaged in place, and a failed round must change nothing",
             ),
         }

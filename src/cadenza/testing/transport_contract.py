@@ -22,6 +22,7 @@ __all__ = [
     "check_abandoned",
     "check_broadcast",
     "check_bytes",
+    "check_in_place",
     "check_means",
     "check_messages",
     "check_overlap",
@@ -55,6 +56,7 @@ def check_transport(transport: Transport, *, rank_order: bool = True) -> None:
     check_bytes(transport)
     for dtype in WIRE_DTYPES:
         check_means(transport, dtype, rank_order=rank_order)
+        check_in_place(transport, dtype, rank_order=rank_order)
     check_overlap(transport, rank_order=rank_order)
     check_abandoned(transport)
 
@@ -88,6 +90,31 @@ def check_means(transport: Transport, dtype: torch.dtype, *, rank_order: bool = 
         [mean] = average_buckets(transport, [_values(transport.position, numel, dtype)])
         _expect_mean(mean, _mean(transport, numel, dtype), rank_order=rank_order)
         _expect_alike(transport, mean.view(torch.uint8).numpy().tobytes(), f"the mean of {numel} values of {dtype}")
+
+
+def check_in_place(transport: Transport, dtype: torch.dtype, *, rank_order: bool = True) -> None:
+    """Check that values which a lane adopts become their mean where they are, also if another member packs them.
+
+    >>> from cadenza.testing import workers
+    >>> with workers(2) as pool:
+    ...     pool.run(lambda worker: check_in_place(worker.group.connect([0, 1]), torch.float32))
+    [None, None]
+    """
+    extent = transport.in_place(_CPU, dtype)
+    _expect_alike(transport, str(extent).encode(), f"in_place for {dtype}")
+    lane = transport.lanes(_CPU)[0]
+    for numel in extent or ():
+        values = _values(transport.position, numel, dtype)
+        if transport.position == 0:
+            lane.outgoing(numel, dtype)[:numel].copy_(values)
+        else:
+            lane.adopt(values)
+            _expect(_same_bits(values, _values(transport.position, numel, dtype)), "nothing changes before launch")
+        lane.launch()
+        lane.combine()
+        mean = lane.land()
+        _expect(transport.position == 0 or mean.data_ptr() == values.data_ptr(), "adopted values stay where they are")
+        _expect_mean(mean, _mean(transport, numel, dtype), rank_order=rank_order)
 
 
 def check_overlap(transport: Transport, *, rank_order: bool = True) -> None:

@@ -33,6 +33,10 @@ _PRESETS: dict[str, Callable[..., Strategy]] = {
     "diloco": cadenza.diloco,
     "streaming_diloco": cadenza.streaming_diloco,
     "sparse_loco": cadenza.sparse_loco,
+    "des_loc": cadenza.des_loc,
+    "eager_diloco": cadenza.eager_diloco,
+    "edit": cadenza.edit,
+    "muloco": cadenza.muloco,
 }
 STRATEGIES = ("ddp", *_PRESETS)
 
@@ -118,7 +122,8 @@ def build_strategy(name: str, *, codec: str = "", faults: FaultPolicy | None = N
     Traceback (most recent call last):
       ...
     cadenza.errors.UsageError: strategy.name = "dilocco": there is no strategy of this name. Did you mean "diloco"? \
-Allowed: ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco, streaming_diloco, sparse_loco.
+Allowed: ddp, local_sgd, post_local_sgd, hierarchical, slowmo, diloco, streaming_diloco, sparse_loco, des_loc, \
+eager_diloco, edit, muloco.
     """
     if name not in STRATEGIES:
         raise UsageError(

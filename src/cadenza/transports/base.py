@@ -4,6 +4,8 @@ A lane averages values in three stages, and the stages of neighbouring buckets o
 
     pack into lane.outgoing → launch() → combine() → land() → unpack from what land() returned
 
+Large values that lie in a row need no packing: a lane may adopt them and average them where they are.
+
 `launch` hands the packed values over, `combine` does the middle of the work if there is one, `land` waits for the mean.
 
 Encoded values cannot be added up on their way, so a lane also carries bytes, in two halves that the caller connects:
@@ -55,8 +57,15 @@ class Lane(Protocol):
         """Return memory for `numel` values, to be packed before `launch`."""
         ...
 
+    def adopt(self, values: torch.Tensor) -> None:
+        """Take flat values that are averaged where they are, instead of `outgoing`; if `in_place` says so.
+
+        Nothing is changed before `launch`, and after a failure the values may be anything.
+        """
+        ...
+
     def launch(self) -> None:
-        """Start averaging what was packed into `outgoing`."""
+        """Start averaging what was packed into `outgoing`, or adopted."""
         ...
 
     def combine(self) -> None:
@@ -131,6 +140,13 @@ class Transport(Protocol):
         """Return how many values of `dtype` one lane carries."""
         ...
 
+    def in_place(self, device: torch.device, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Return how many values are adopted by a lane, at least and at most, rather than packed; None: never.
+
+        A lane then has memory for as many, for a member that must pack them all the same.
+        """
+        ...
+
     def row_bytes(self, device: torch.device) -> int:
         """Return how long a row of `scatter` and `gather` may be, a multiple of 64."""
         ...
@@ -178,6 +194,9 @@ class Above:
 
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         return self._below.capacity(device, dtype)
+
+    def in_place(self, device: torch.device, dtype: torch.dtype) -> tuple[int, int] | None:
+        return self._below.in_place(device, dtype)
 
     def row_bytes(self, device: torch.device) -> int:
         return self._below.row_bytes(device)

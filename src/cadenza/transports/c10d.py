@@ -26,6 +26,8 @@ __all__ = ["C10dTransport", "Seat"]
 
 LANE_BYTES = 8 << 20
 LANES = 3
+# Between machines a message takes about as long to begin as 2 MiB take to be packed and unpacked.
+IN_PLACE_BYTES = (2 << 20, 32 << 20)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ class C10dTransport:
         half = LANE_BYTES // 2 // dtype.itemsize  # the other half receives
         return half - half % len(self.members)
 
+    def in_place(self, device: torch.device, dtype: torch.dtype) -> tuple[int, int] | None:
+        if dtype.itemsize <= 2:
+            return None
+        fewest, most = IN_PLACE_BYTES
+        return fewest // dtype.itemsize, most // dtype.itemsize
+
     def row_bytes(self, device: torch.device) -> int:
         return LANE_BYTES // 2 // len(self.members) // 64 * 64
 
@@ -161,12 +169,17 @@ class _C10dLane:
 
     def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._numel = numel
-        if dtype.itemsize > 2:
+        if numel * dtype.itemsize > LANE_BYTES:
+            self._values = torch.empty(numel, dtype=dtype, device=self._halves.device)
+        elif dtype.itemsize > 2:
             self._values = self._halves.view(-1).view(dtype)[:numel]
         else:
             each = -(-numel // self._members)
             self._values = self.scatter(each * dtype.itemsize).view(-1).view(dtype)
         return self._values
+
+    def adopt(self, values: torch.Tensor) -> None:
+        self._values = values
 
     def launch(self) -> None:
         if self._values.dtype.itemsize <= 2:
@@ -188,9 +201,11 @@ class _C10dLane:
         if self._values.dtype.itemsize <= 2:
             return self.gathered().view(-1).view(self._values.dtype)[: self._numel]
         self._wait()
+        values, self._values = self._values, self._halves  # what was adopted is not kept alive
+        self._wait = _done
         if not self._transport.native_mean:
-            finish_mean(self._values, self._members)
-        return self._values
+            finish_mean(values, self._members)
+        return values
 
     def scatter(self, size: int) -> torch.Tensor:
         self._rows = self._half(0, size)
@@ -227,3 +242,7 @@ class _C10dLane:
     def _all_to_all(self) -> None:
         received = self._half(1, self._rows.shape[1])
         self._wait = self._transport.start(dist.all_to_all_single, received.view(-1), self._rows.view(-1))
+
+
+def _done() -> None:
+    """Wait for nothing."""

@@ -57,6 +57,10 @@ class _FaultyLane:
         self._transport.pass_through("pack")
         return self._below.outgoing(numel, dtype)
 
+    def adopt(self, values: torch.Tensor) -> None:
+        self._transport.pass_through("pack")
+        self._below.adopt(values)
+
     def launch(self) -> None:
         self._transport.pass_through("launch")
         self._below.launch()

@@ -58,8 +58,8 @@ class LoopbackHub:
         self.store = LoopbackStore(timeout_s=timeout_s)
         self._lock = threading.Lock()
         self._visits: Counter[tuple[tuple[int, ...], int]] = Counter()
-        self._meetings: weakref.WeakSet[_Meeting] = weakref.WeakSet()
-        self._awaited: dict[str, _Meeting] = {}  # those to which not all members have come yet
+        self._encounters: weakref.WeakSet[_Encounter] = weakref.WeakSet()
+        self._awaited: dict[str, _Encounter] = {}  # those to which not all members have come yet
         self._gone: set[int] = set()
 
     def group(self, rank: int) -> LoopbackGroup:
@@ -72,24 +72,24 @@ class LoopbackHub:
         """Take a worker out: those who wait for it are let go at once, and if it failed, so are all at the store."""
         with self._lock:
             self._gone.add(rank)
-            meetings = list(self._meetings)
-        for meeting in meetings:
-            meeting.leave(rank)
+            encounters = list(self._encounters)
+        for encounter in encounters:
+            encounter.leave(rank)
         if failure is not None:
             self.store.fail(failure)
 
-    def meet(self, rank: int, ranks: tuple[int, ...]) -> tuple[_Meeting, LoopbackStore]:
+    def meet(self, rank: int, ranks: tuple[int, ...]) -> tuple[_Encounter, LoopbackStore]:
         """Return what the given ranks share in their next transport, and its part of the store."""
         with self._lock:
             self._visits[ranks, rank] += 1
             place = f"transports/{','.join(map(str, ranks))}/{self._visits[ranks, rank]}"
-            meeting = self._awaited.setdefault(place, _Meeting(ranks, self.timeout_s))
-            self._meetings.add(meeting)
+            encounter = self._awaited.setdefault(place, _Encounter(ranks, self.timeout_s))
+            self._encounters.add(encounter)
             for gone in self._gone:
-                meeting.leave(gone)
-            if meeting.come(rank):
+                encounter.leave(gone)
+            if encounter.come(rank):
                 del self._awaited[place]
-        return meeting, self.store.part(place)
+        return encounter, self.store.part(place)
 
 
 class LoopbackGroup:
@@ -127,8 +127,8 @@ class LoopbackGroup:
                 f"Ranks {list(ranks)} cannot be connected from rank {self._rank}: it must be one of them, and all must "
                 f"be among the group's ranks {list(self.ranks)}."
             )
-        meeting, store = self._hub.meet(self._rank, members)
-        return LoopbackTransport(meeting, members.index(self._rank), store)
+        encounter, store = self._hub.meet(self._rank, members)
+        return LoopbackTransport(encounter, members.index(self._rank), store)
 
     def host_names(self) -> dict[int, str]:
         return dict(zip(self.ranks, self._hub.hosts, strict=True))
@@ -144,8 +144,8 @@ class LoopbackTransport:
     tensor([1., 2.])
     """
 
-    def __init__(self, meeting: _Meeting, position: int, store: LoopbackStore) -> None:
-        self._meeting = meeting
+    def __init__(self, encounter: _Encounter, position: int, store: LoopbackStore) -> None:
+        self._encounter = encounter
         self._position = position
         self._store = store
         self._handed_over = 0
@@ -154,7 +154,7 @@ class LoopbackTransport:
 
     @property
     def members(self) -> Sequence[int]:
-        return self._meeting.members
+        return self._encounter.members
 
     @property
     def position(self) -> int:
@@ -162,7 +162,7 @@ class LoopbackTransport:
 
     @property
     def timeout_s(self) -> float:
-        return self._meeting.timeout_s
+        return self._encounter.timeout_s
 
     @property
     def store(self) -> LoopbackStore:
@@ -181,6 +181,9 @@ class LoopbackTransport:
     def capacity(self, device: torch.device, dtype: torch.dtype) -> int:
         return lane_bytes(len(self.members)) // dtype.itemsize
 
+    def in_place(self, device: torch.device, dtype: torch.dtype) -> tuple[int, int] | None:
+        return None
+
     def row_bytes(self, device: torch.device) -> int:
         return lane_bytes(len(self.members)) // len(self.members) // 64 * 64
 
@@ -194,14 +197,14 @@ class LoopbackTransport:
         return self._rounds
 
     def abandon(self) -> None:
-        self._meeting.leave(self.members[self._position])
+        self._encounter.leave(self.members[self._position])
 
     def hand_over(self, what: str, value: Any) -> Callable[[], list[Any]]:
         """Give all members a value, which nobody may change any more; the returned call waits for theirs, in order."""
         self._handed_over += 1
         number = self._handed_over
-        self._meeting.put(number, self._position, what, value)
-        return lambda: self._meeting.take(number, self._position)
+        self._encounter.put(number, self._position, what, value)
+        return lambda: self._encounter.take(number, self._position)
 
 
 class _LoopbackLane:
@@ -217,6 +220,9 @@ class _LoopbackLane:
     def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._outgoing = torch.empty(numel, dtype=dtype, device=self._device)
         return self._outgoing
+
+    def adopt(self, values: torch.Tensor) -> None:
+        raise NotImplementedError("Values are packed here; `in_place` of the transport says so.")
 
     def launch(self) -> None:
         values = self._outgoing
@@ -253,7 +259,7 @@ class _LoopbackLane:
         return torch.stack(self._wait())
 
 
-class _Meeting:
+class _Encounter:
     """Where the members of one transport lay down values for each other.
 
     Every member lays down the same sequence of kinds, so a number says which values belong together.

@@ -61,6 +61,9 @@ class SharedMemoryTransport(Above):
             return self._below.capacity(device, dtype)
         return self._lane_bytes // dtype.itemsize
 
+    def in_place(self, device: torch.device, dtype: torch.dtype) -> tuple[int, int] | None:
+        return None if device.type == "cpu" else self._below.in_place(device, dtype)
+
     def row_bytes(self, device: torch.device) -> int:
         if device.type != "cpu":
             return self._below.row_bytes(device)
@@ -90,6 +93,9 @@ class _SharedLane:
     def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._rows = self._parts.view(dtype)[:, :numel]
         return self._rows[self._position]
+
+    def adopt(self, values: torch.Tensor) -> None:
+        raise NotImplementedError("Values are packed here; `in_place` of the transport says so.")
 
     def launch(self) -> None:
         self._mark = self._mesh.tick()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.codecs import Codec, bf16, e3m0, error_feedback, fp16, fp32, int8, topk
+from cadenza.codecs import Codec, CombiningCodec, bf16, e3m0, error_feedback, fp16, fp32, int8, topk
 from cadenza.codecs.sparse import _pack_codes, _pack_places, _unpack_codes, _unpack_places
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -141,6 +141,16 @@ def test_e3m0_stays_in_its_levels_up_to_the_largest_numbers() -> None:
     assert ((back - values).abs() <= values.abs() / 2.99 + 1e36 / 90).all()
 
 
+@pytest.mark.parametrize("largest", [1e37, 1e38, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize(
+    ("codec", "share"), [(int8(), 0.01), (e3m0(), 0.2), (e3m0(block=16), 0.2), (topk(1.0, bits=8), 0.01)], ids=repr
+)
+def test_values_near_the_end_of_fp32_lose_little(codec: Codec, share: float, largest: float) -> None:
+    values = torch.tensor([1.0, -0.9, 0.5, 1e-6, 0.0, -0.3, 0.7, 1.0] * 40, dtype=torch.float64) * largest
+    back = returned(codec, values.float()).double()
+    assert (back - values).norm() <= share * values.norm()
+
+
 # Top-k
 
 
@@ -184,6 +194,17 @@ def test_topk_sends_nothing_where_nothing_is_even_if_there_is_room() -> None:
     assert (returned(topk(), values)[values == 0] == 0).all()
 
 
+def test_topk_of_senders_divides_by_the_weights_of_those_who_sent() -> None:
+    codec, out = topk(0.25, chunk=16, bits=8, mean_of="senders"), torch.full((20,), math.nan)
+    assert isinstance(codec, CombiningCodec)
+    one, two = torch.zeros(20), torch.zeros(20)
+    one[[0, 1, 17]], two[[1, 2, 17]] = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([6.0, 1.0, -3.0])
+    codec.combine([encoded(codec, one), encoded(codec, two)], out, [0.75, 0.25])
+    wanted = torch.zeros(20)
+    wanted[[0, 1, 2, 17]] = torch.tensor([1.0, 0.75 * 2 + 0.25 * 6, 1.0, 0.75 * 3 - 0.25 * 3])
+    torch.testing.assert_close(out, wanted, rtol=0.01, atol=0)
+
+
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 4095), min_size=1, max_size=40))
 def test_places_survive_packing_into_12_bits(places: list[int]) -> None:
@@ -213,6 +234,14 @@ def test_error_feedback_writes_what_the_codec_inside_writes() -> None:
     assert outside.name == "error_feedback(e3m0)"
 
 
+def test_error_feedback_passes_the_way_back_on() -> None:
+    codec = error_feedback(e3m0(back=int8()))
+    assert (codec.back, codec.name) == (int8(), "error_feedback(e3m0(back=int8))")
+    assert error_feedback(int8()).back == int8()
+    assert isinstance(error_feedback(topk(mean_of="senders")), CombiningCodec)
+    assert not isinstance(error_feedback(topk()), CombiningCodec)
+
+
 # Options
 
 
@@ -228,6 +257,10 @@ def test_error_feedback_writes_what_the_codec_inside_writes() -> None:
         (lambda: topk("2%"), TypeError, "density is '2%'; give the share"),
         (lambda: topk(chunk=8192), ValueError, "chunk is 8192; give a whole number from 16 to 4096."),
         (lambda: topk(bits=3), ValueError, "bits is 3; give 2, 4 or 8 bits"),
+        (lambda: topk(mean_of="some"), ValueError, 'mean_of is \'some\'; give "all" members or the "senders"'),
+        (lambda: e3m0(back="int8"), TypeError, "back is 'int8'; give the codec that writes the mean, such as int8()"),
+        (lambda: e3m0(back=topk()), ValueError, r"back is topk\(0.02\); give a codec that writes every value"),
+        (lambda: e3m0(back=error_feedback(int8())), ValueError, "Error feedback goes around both ways"),
         (lambda: error_feedback(fp32()), ValueError, "fp32 loses nothing to feed back; use it alone."),
         (
             lambda: error_feedback(error_feedback(int8())),

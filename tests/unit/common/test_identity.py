@@ -211,7 +211,6 @@ class Holder:
         (max, min),
         (torch.optim.Adam, torch.optim.AdamW),
     ],
-    ids=repr,
 )
 def test_what_differs_is_told_apart(one: Any, other: Any) -> None:
     assert identity(Holder(one)) != identity(Holder(other))

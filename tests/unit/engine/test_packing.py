@@ -15,7 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cadenza.engine.packing import Bucket, Fragment, wire_dtype
+from cadenza.engine.bucket import Bucket
+from cadenza.engine.packing import Fragment, wire_dtype
 
 
 def for_all(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

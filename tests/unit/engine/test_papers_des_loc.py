@@ -77,7 +77,7 @@ def on_workers(count: int, strategy: Strategy) -> list[list[tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("periods", [(2, 6, 12), (3, 4, 5), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("periods", [(2, 6, 12), (3, 4, 5), (4, 2, 1)])
 def test_it_walks_the_way_of_its_equations(periods: tuple[int, int, int], count: int) -> None:
     every_x, every_u, every_v = periods
     found = on_workers(count, cadenza.des_loc(every_x, momentum_period=every_u, variance_period=every_v))

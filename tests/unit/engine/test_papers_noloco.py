@@ -72,7 +72,7 @@ def test_late_rounds_and_fragments_go_on_from_any_step() -> None:
     assert_resumes_everywhere(4, strategy(delay=2, fragments=cadenza.by_layers(1)), STEPS)
 
 
-@pytest.mark.parametrize("codec", [codecs.int8(block=16), codecs.error_feedback(codecs.int8(block=16))], ids=repr)
+@pytest.mark.parametrize("codec", [codecs.int8(block=16), codecs.error_feedback(codecs.int8(block=16))])
 def test_differences_may_be_encoded_though_the_pairs_change(codec: codecs.Codec) -> None:
     found = histories(3, strategy(codec=codec), STEPS)
     for history, expected in zip(found, zip(*noloco(3), strict=True), strict=True):

@@ -91,9 +91,9 @@ def test_layers_are_numbers_not_words() -> None:
     assert fragments == [["layers.1.w"], ["layers.2.w"], ["layers.10.w"]]
 
 
-def test_encoder_and_decoder_of_one_number_are_one_layer() -> None:
-    fragments = by_layers(1).split([("encoder.0.w", 4), ("encoder.1.w", 4), ("decoder.0.w", 4), ("decoder.1.w", 4)])
-    assert fragments == [["encoder.0.w", "decoder.0.w"], ["encoder.1.w", "decoder.1.w"]]
+def test_encoder_and_decoder_of_one_number_are_two_layers() -> None:
+    names = ["encoder.0.w", "encoder.1.w", "decoder.0.w", "decoder.1.w"]
+    assert by_layers(1).split([(name, 4) for name in names]) == [[name] for name in names]
 
 
 def test_bytes_fill_fragments_in_order() -> None:

@@ -91,7 +91,6 @@ def test_options_reach_the_optimizers() -> None:
         ({"use_muon": lambda *_: False}, ValueError, "no hidden matrix for Muon .* use_muon="),
         ({"use_muon": ["0.weight"]}, TypeError, "use_muon is a function of a name and a parameter; got"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

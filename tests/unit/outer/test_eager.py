@@ -51,7 +51,6 @@ def test_it_is_nesterov_to_the_bit_where_nothing_was_learned_since_the_launch() 
         ({"momentum": 1.0}, ValueError, "momentum must be at least 0 and below 1"),
         ({"momentum": None}, TypeError, "momentum must be a number"),
     ],
-    ids=str,
 )
 def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

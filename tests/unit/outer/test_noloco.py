@@ -12,7 +12,7 @@ from cadenza.outer import NoLoCo, noloco
 from cadenza.testing import check_outer
 
 
-@pytest.mark.parametrize("outer", [noloco(), noloco(lr=0.5, momentum=0.9, pull=0.2)], ids=repr)
+@pytest.mark.parametrize("outer", [noloco(), noloco(lr=0.5, momentum=0.9, pull=0.2)])
 def test_keeps_its_contract(outer: NoLoCo) -> None:
     check_outer(outer)
 
@@ -63,7 +63,6 @@ def test_a_pull_that_lets_workers_drift_apart_is_warned_of() -> None:
         ({"pull": math.nan}, ValueError, "pull must be a number above 0; got nan"),
         ({"pull": True}, TypeError, "pull must be a number; got True"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):

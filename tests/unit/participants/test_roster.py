@@ -137,7 +137,7 @@ def test_a_roster_survives_the_store() -> None:
     assert Roster.unpack(roster.pack()) == roster
 
 
-def test_meetings_are_held_in_the_order_of_steps_phases_and_fragments() -> None:
+def test_rounds_are_held_in_the_order_of_steps_phases_and_fragments() -> None:
     assert RoundId(5) < RoundId(5, fragment=1) < RoundId(5, phase=1) < RoundId(10)
 
 

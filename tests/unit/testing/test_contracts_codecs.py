@@ -101,6 +101,25 @@ class ShapedOnly(Integers):
     shaped = True  # type: ignore[misc]
 
 
+class Overflows(Integers):
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        super().decode(data, out)
+        out.mul_(2.0).div_(2.0)
+
+
+class SparseOnTheWayBack(Integers):
+    @property
+    def back(self) -> codecs.Codec:
+        return codecs.topk()
+
+
+class Sums(Integers):
+    def combine(self, contributions: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float]) -> None:
+        out.zero_()
+        for data in contributions:
+            self.decode_add(data, out, 1.0)
+
+
 CODECS = {
     "every byte": (Shorter(256), "every one of encoded_bytes"),
     "values are left alone": (Overwrites(256), "leaves the values alone"),
@@ -111,6 +130,9 @@ CODECS = {
     "waiting": (WaitsForTheDevice(256), "waits for a device"),
     "error feedback": (Forgets(256), "error feedback makes up"),
     "blocks": (LargerBlocks(16), "cut at multiples of block"),
+    "fp32's end": (Overflows(256), "finite values stay finite; not values near fp32's end"),
+    "way back": (SparseOnTheWayBack(256), "back writes every value"),
+    "mean": (Sums(256), "mean of equal contributions"),
     "shapes": (ShapedOnly(256), "shaped codec is sparse"),
     "members": (object(), "all members; name, exact"),
 }
@@ -135,6 +157,10 @@ class Matrices:
     aligned: bool = False
     block: int = 128
     feedback: float | None = None
+
+    @property
+    def back(self) -> Matrices:
+        return self
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Matrices:
         return replace(self, shapes=tuple(shapes))

@@ -221,7 +221,7 @@ def test_no_thread_is_left_and_torch_has_its_threads_back() -> None:
         with workers(3) as pool:
             assert pool.run(lambda _: torch.get_num_threads()) == [1, 1, 1]
             assert torch.get_num_threads() == 2
-            pool.run(lambda _: train(cadenza.streaming_diloco(4, delay=2), 6))
+            pool.run(lambda _: train(cadenza.streaming_diloco(4, layers=1, delay=2), 6))
         deadline = time.monotonic() + 5
         while threading.active_count() > threads and time.monotonic() < deadline:
             time.sleep(0.01)  # a courier that was told to end does so by itself

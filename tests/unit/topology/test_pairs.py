@@ -10,7 +10,7 @@ import pytest
 from cadenza.topology import random_pairs
 
 
-@pytest.mark.parametrize("ranks", [range(1), range(2), range(6), range(7), [4, 9, 2, 30]], ids=str)
+@pytest.mark.parametrize("ranks", [range(1), range(2), range(6), range(7), [4, 9, 2, 30]])
 def test_a_round_has_every_rank_once_in_pairs_but_for_an_odd_one(ranks: Any) -> None:
     for round in range(50):
         groups = random_pairs().groups(round, ranks)

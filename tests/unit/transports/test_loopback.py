@@ -82,7 +82,7 @@ def means_of_processes(dtype: torch.dtype) -> torch.Tensor:
     return random_means(connect(dist.group.WORLD), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mean_has_the_bits_it_has_over_shared_memory(ranks: RankPool, dtype: torch.dtype) -> None:
     with workers(3) as pool:
         threads = pool.run(lambda worker: random_means(connected(worker), dtype))

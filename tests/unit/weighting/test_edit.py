@@ -141,7 +141,6 @@ def test_a_fault_policy_wraps_it() -> None:
         ({"patience": 0}, ValueError, "patience is at least 1; got 0"),
         ({"patience": True}, TypeError, "patience is a whole number"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):

@@ -105,7 +105,8 @@ def cost_of(codec: str, sent: int, seconds: float, step_s: float, share: float) 
 
 def sent_by_a_rank(codec: codecs.Codec, parameters: int, ranks: int) -> int:
     """Return the bytes that a rank sends in a round: a share of the values to each owner, and its mean to all."""
-    return round(2 * (ranks - 1) / ranks * codec.encoded_bytes(parameters))
+    there_and_back = codec.encoded_bytes(parameters) + codec.back.encoded_bytes(parameters)
+    return round((ranks - 1) / ranks * there_and_back)
 
 
 def _handling_s(codec: codecs.Codec, ranks: int) -> float:

@@ -11,13 +11,14 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cadenza.codecs import Codec, ShapedCodec
+from cadenza.codecs import Codec, CombiningCodec, ShapedCodec
 from cadenza.testing.contracts.promises import Contract
 
 __all__ = ["check_codec"]
 
 _LARGE = 300_001  # values: several pieces, and a last block that is not full
 _SCRATCH_BYTES = 2 << 20
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def check_codec(codec: Codec) -> None:
@@ -43,6 +44,7 @@ def check_codec(codec: Codec) -> None:
             _check_split(contract, codec)
         else:
             _check_blocks(contract, codec)
+        _check_combine(contract, _for(codec, _LARGE))
         _check_feedback(contract, codec)
     _check_scratch(contract, codec)
 
@@ -55,6 +57,9 @@ def _check_members(contract: Contract, codec: Codec) -> None:
     if codec.shaped:
         able = isinstance(codec, ShapedCodec) and codec.sparse
         contract.holds(able, "a shaped codec is sparse and has for_shapes() and split()")
+    back = codec.back
+    whole = back is codec or not (back.sparse or back.shaped or back.feedback is not None)
+    contract.holds(whole, f"back writes every value, and has no feedback of its own; it is {back!r}")
     contract.holds(_for(codec, 0).encoded_bytes(0) == 0, "no values take no bytes")
 
 
@@ -93,7 +98,10 @@ def _check_addresses(contract: Contract, codec: Codec, numel: int) -> None:
 
 def _check_values(contract: Contract, codec: Codec, name: str, values: torch.Tensor) -> None:
     back = _returned(codec, values)
-    contract.holds(bool(back.isfinite().all()), f"finite values stay finite; not {name}")
+    total = torch.zeros_like(values)
+    codec.decode_add(_encoded(codec, values), total, 1.0)
+    finite = bool(back.isfinite().all()) and bool(total.isfinite().all())
+    contract.holds(finite, f"finite values stay finite; not {name}")
     contract.holds(torch.equal(_returned(codec, -values), -back), f"−x comes back as the negative of x; not {name}")
     if codec.exact:
         contract.holds(torch.equal(back, values), f"an exact codec returns the values as they are; not {name}")
@@ -143,6 +151,16 @@ def _check_split(contract: Contract, codec: Codec) -> None:
         back = torch.cat([_returned(part, piece) for piece, (_, part) in cut])
         same = torch.equal(back, _returned(whole, values))
         contract.holds(same, f"the messages of split({row_bytes}) come back as the whole does")
+
+
+def _check_combine(contract: Contract, codec: Codec) -> None:
+    """Check the mean of a codec that has its own: members that send the same get it back, with any weights."""
+    if not isinstance(codec, CombiningCodec):
+        return
+    data, out = _encoded(codec, _normal(_LARGE)), torch.full((_LARGE,), math.nan)
+    codec.combine([data, data], out, [0.75, 0.25])
+    same = torch.equal(out, _decoded(codec, data, _LARGE))
+    contract.holds(same, "the mean of equal contributions is what each comes back as")
 
 
 def _check_feedback(contract: Contract, codec: Codec) -> None:
@@ -232,6 +250,8 @@ def _samples(codec: Codec) -> dict[str, torch.Tensor]:
         "normal values": _normal(_LARGE),
         "values of many magnitudes": _normal(scales.numel(), seed=2) * scales,
         "huge and tiny values": wild,
+        "values near fp32's end": (1e38 * _normal(600)).clamp(-_LARGEST, _LARGEST),
+        "fp32's largest number": torch.full((600,), _LARGEST),
         "values with zeros": torch.where(_normal(600) > 0, _normal(600, seed=5), 0.0),
         "equal values": torch.full((600,), -0.75),
         "few kinds of values": torch.tensor([0.0, -0.0, 1.0, -1.0, 0.75, 1e-3, -1e6] * 60),
