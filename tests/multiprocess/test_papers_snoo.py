@@ -40,7 +40,7 @@ def under_ddp(auto: bool) -> list[torch.Tensor]:
 
 
 def by_the_authors() -> list[torch.Tensor]:
-    """Their code: torch's SGD, products rounded first, on a slow copy; the difference is its gradient, every K-th step."""
+    """Their code: torch's SGD, its products rounded first, on a slow copy whose gradient is the difference."""
     rank, case = dist.get_rank(), CASES["mlp"]
     model = case.model(rank)
     ddp = DistributedDataParallel(model)
