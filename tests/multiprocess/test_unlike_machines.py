@@ -30,7 +30,7 @@ def test_all_end_with_the_same_bits(runs: tuple[Any, list[dict[str, Any]]], name
 @pytest.mark.parametrize("name", NAMES)
 def test_drift_is_one_number(runs: tuple[Any, list[dict[str, Any]]], name: str) -> None:
     first, *others = (run[name]["drift"] for run in runs[1])
-    assert len(first) > 2
+    assert len(first) >= 2
     assert all(drift is not None for _, _, drift in first)
     assert any(drift > 0 for _, _, drift in first)
     assert all(first == other for other in others)

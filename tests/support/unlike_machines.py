@@ -28,7 +28,7 @@ MACHINES = (
     {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"},
     {"OMP_NUM_THREADS": "2", "CADENZA_NATIVE": "0"},
 )
-PERIOD, STEPS = 2, 10
+PERIOD, STEPS = 2, 8
 
 
 def strategies() -> dict[str, Strategy]:
