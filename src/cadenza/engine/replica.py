@@ -138,11 +138,13 @@ class Replica:
         new = [name for name in self.fragments()[fragment] if name not in self.state.known]
         if not new:
             return
-        if self.participants.always_together:
-            self.state.wait_for_pending()
-            outermost = self.participants.levels[-1]
-            tensors = named(self.view.parameters(), new)
-            average_tensors(outermost.transport, tensors, step=self.state.moment, what="new parameter")
+        if not self.participants.always_together:
+            self.know_all()
+            return
+        self.state.wait_for_pending()
+        outermost = self.participants.levels[-1]
+        tensors = named(self.view.parameters(), new)
+        average_tensors(outermost.transport, tensors, step=self.state.moment, what="new parameter")
         self.state.known.update(new)
         self._fit(fragment)
 
