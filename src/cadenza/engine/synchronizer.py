@@ -185,7 +185,7 @@ class Synchronizer:
         self._rounds.land_all()
         if self._state.clock > self.strategy.warmup_steps:
             self._end_together()
-        else:  # gradients were averaged in every step, but each worker has seen batches of its own
+        elif self._participants.always_together:  # gradients were averaged, but each has seen batches of its own
             average_buffers(self.replica, self._participants.levels[-1].transport, weight=1.0)
         self.close()
 

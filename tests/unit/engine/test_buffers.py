@@ -183,6 +183,19 @@ def test_statistics_stay_local_where_rounds_may_fail() -> None:
             assert torch.equal(result["after"]["norm.running_mean"], result["before"]["norm.running_mean"])
 
 
+@pytest.mark.filterwarnings("ignore:Under shrink")
+def test_finish_without_a_step_needs_nobody_where_workers_come_and_go() -> None:
+    def run(worker: Worker) -> bool:
+        model = Net(NORMS["BatchNorm"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        membership = worker.membership(lease_s=1.0)
+        cadenza.attach(model, optimizer, cadenza.diloco(4, faults=shrink()), membership=membership).finish()
+        return True
+
+    with workers(2) as pool:
+        assert pool.run(run) == [True, True]
+
+
 def test_statistics_that_stay_local_are_told_at_attach() -> None:
     def told(**options: Any) -> list[str]:
         strategy = cadenza.diloco(4, faults=shrink(), **options)
