@@ -38,11 +38,13 @@ WAYS: dict[str, Codec] = {
 
 
 def diloco(codec: Codec) -> Callable[[], cadenza.Strategy]:
-    return lambda: cadenza.diloco(PERIOD, outer_lr=1.0, outer_momentum=0.8, codec=codec)
+    return lambda: cadenza.diloco(PERIOD, outer_lr=1.0, outer_momentum=0.8, codec=codec, measure_drift=False)
 
 
 def streaming(codec: Codec) -> cadenza.Strategy:
-    return cadenza.streaming_diloco(PERIOD, outer_lr=1.0, outer_momentum=0.8, layers=1, delay=2, codec=codec)
+    return cadenza.streaming_diloco(
+        PERIOD, outer_lr=1.0, outer_momentum=0.8, layers=1, delay=2, codec=codec, measure_drift=False
+    )
 
 
 METHODS: dict[str, Callable[[], cadenza.Strategy]] = {
@@ -53,8 +55,8 @@ METHODS: dict[str, Callable[[], cadenza.Strategy]] = {
     "diloco e3m0, back in int8, with feedback": diloco(error_feedback(e3m0(back=int8()))),
     "streaming e3m0": lambda: streaming(e3m0()),
     "streaming e3m0, back in int8": lambda: streaming(e3m0(back=int8())),
-    "sparse_loco, mean of all": lambda: cadenza.sparse_loco(PERIOD, mean_of="all"),
-    "sparse_loco, mean of senders": lambda: cadenza.sparse_loco(PERIOD, mean_of="senders"),
+    "sparse_loco, mean of all": lambda: cadenza.sparse_loco(PERIOD, mean_of="all", measure_drift=False),
+    "sparse_loco, mean of senders": lambda: cadenza.sparse_loco(PERIOD, mean_of="senders", measure_drift=False),
 }
 
 

@@ -29,7 +29,8 @@ def one_round(
         targets = moved(worker.rank)
         model = nn.ParameterList([nn.Parameter(torch.zeros_like(target)) for target in targets])
         optimizer, reports = torch.optim.SGD(model.parameters(), lr=1.0), []
-        sync = cadenza.attach(model, optimizer, cadenza.local_sgd(1, codec=codec), observers=[reports.append])
+        strategy = cadenza.local_sgd(1, codec=codec, measure_drift=False)
+        sync = cadenza.attach(model, optimizer, strategy, observers=[reports.append])
         for parameter, target in zip(model, targets, strict=True):
             parameter.grad = -target
         optimizer.step()
