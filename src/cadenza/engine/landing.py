@@ -94,6 +94,8 @@ class Landing:
         level_state = self._replica.level_state(number, fragment)
         level_state.note_round(result.headers)
         level_state.weighting_state = dict(result.weighed.state)
+        if group.plan.regroups:
+            level_state.fold_shares()
         self._move_inner_anchors(pending, landed)
         self._average_more(pending, group, result)
         if pending.own_left_out:

@@ -126,13 +126,20 @@ class LevelState:
         """Cut the residuals of shares anew, for other members; nothing of what was lost is forgotten."""
         if not self.residuals:
             return
-        members = len(group.transport.members)
-        shares = [members * self._share_lost(i) for i in range(len(self.residuals))]
-        self.carried = _added(self.carried, shares)
+        self.fold_shares()
         for i, residual in enumerate(self.residuals):
             fresh = Residual.zeros(self.anchors[i], group.transport, self.plan.codec)
             residual.share, residual.next_share = fresh.share, fresh.next_share
         self._group = LevelGroup(group.plan, group.name, group.transport, group.stage)
+
+    def fold_shares(self) -> None:
+        """Owe what was lost of the mean of this member's share as a difference: the next round has other members."""
+        if self.residuals and self._group is not None:
+            members = len(self._group.transport.members)
+            lost = [members * self._share_lost(i) for i in range(len(self.residuals))]
+            self.carried = _added(self.carried, lost)
+            for residual in self.residuals:
+                residual.share.zero_()
 
     def _lost_so_far(self) -> list[torch.Tensor] | None:
         """Return what encoding has lost and nobody has got yet, for this member to send again, where it lies."""

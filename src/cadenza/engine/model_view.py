@@ -175,7 +175,6 @@ class ModelView:
             raise UnsupportedModelError(
                 "The model has no parameter with requires_grad=True, so there is nothing to train."
             )
-        self._refuse_strange_optimizers()
         if strategy.faults.tolerant:
             self._refuse_what_cannot_shrink(strategy)
         for name, parameter in parameters.items():
@@ -198,6 +197,7 @@ class ModelView:
                     f"Parameter {name} is sharded, and every shard has a drift of its own, so their periods would "
                     "differ: use a schedule that does not follow the drift."
                 )
+        self._refuse_strange_optimizers()
 
     def _refuse_strange_optimizers(self) -> None:
         """Raise if an optimizer trains something else than this model."""

@@ -58,7 +58,7 @@ def _check_members(contract: Contract, codec: Codec) -> None:
         able = isinstance(codec, ShapedCodec) and codec.sparse
         contract.holds(able, "a shaped codec is sparse and has for_shapes() and split()")
     back = codec.back
-    whole = back is codec or not (back.sparse or back.shaped or back.feedback is not None)
+    whole = back is codec or codec.sparse or not (back.sparse or back.shaped or back.feedback is not None)
     contract.holds(whole, f"back writes every value, and has no feedback of its own; it is {back!r}")
     contract.holds(_for(codec, 0).encoded_bytes(0) == 0, "no values take no bytes")
 
