@@ -511,3 +511,19 @@ def observe_badly() -> Any:
 
 def test_an_observer_that_raises_does_not_end_the_run(ranks: RankPool) -> None:
     assert ranks.run(2, observe_badly) == [pytest.approx(0.8)] * 2
+
+
+def attached_inside_its_ddp(over: str) -> tuple[Any, ...]:
+    """What is said to a module that was taken out of the DDP that still averages its gradients."""
+    alone = dist.new_subgroups(1)[0] if over == "itself" else None
+    model = torch.nn.Linear(3, 2)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=alone)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    return outcome(lambda: cadenza.attach(model, optimizer, cadenza.local_sgd(4)).clock)
+
+
+def test_a_module_whose_ddp_goes_on_averaging_is_refused(ranks: RankPool) -> None:
+    for kind, name, text in ranks.run(2, attached_inside_its_ddp, "everyone"):
+        assert (kind, name) == ("error", "UnsupportedModelError")
+        assert "Pass the DistributedDataParallel itself to attach()" in text
+    assert ranks.run(2, attached_inside_its_ddp, "itself") == [("ok", 0)] * 2, "a DDP of fewer ranks is no harm"
