@@ -517,13 +517,15 @@ def attached_inside_its_ddp(over: str) -> tuple[Any, ...]:
     """What is said to a module that was taken out of the DDP that still averages its gradients."""
     alone = dist.new_subgroups(1)[0] if over == "itself" else None
     model = torch.nn.Linear(3, 2)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=alone)
+    whole = torch.nn.Sequential(model) if over == "everyone, as a part" else model
+    wrapped = torch.nn.parallel.DistributedDataParallel(whole, process_group=alone)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     return outcome(lambda: cadenza.attach(model, optimizer, cadenza.local_sgd(4)).clock)
 
 
 def test_a_module_whose_ddp_goes_on_averaging_is_refused(ranks: RankPool) -> None:
-    for kind, name, text in ranks.run(2, attached_inside_its_ddp, "everyone"):
-        assert (kind, name) == ("error", "UnsupportedModelError")
-        assert "Pass the DistributedDataParallel itself to attach()" in text
+    for over in ("everyone", "everyone, as a part"):
+        for kind, name, text in ranks.run(2, attached_inside_its_ddp, over):
+            assert (kind, name) == ("error", "UnsupportedModelError")
+            assert "Pass the DistributedDataParallel itself to attach()" in text
     assert ranks.run(2, attached_inside_its_ddp, "itself") == [("ok", 0)] * 2, "a DDP of fewer ranks is no harm"

@@ -212,11 +212,8 @@ class ModelView:
 
     def refuse_ddp_elsewhere(self, ranks: Collection[int]) -> None:
         """Raise if a DistributedDataParallel that `attach` was not given averages this model's gradients over all."""
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for ddp in _living_ddps():
-            if ddp is self.ddp or not any(id(parameter) in own for parameter in ddp.module.parameters()):
-                continue
-            if len(ranks) > 1 and covers(ddp, ranks):
+        for ddp in _ddps_over(self.inner) if len(ranks) > 1 else ():
+            if ddp is not self.ddp and covers(ddp, ranks):
                 raise UnsupportedModelError(
                     "This model's parameters belong to a DistributedDataParallel as well, which would average their "
                     f"gradients over all {len(ranks)} ranks in every step: nothing would be saved. Pass the "
@@ -245,9 +242,33 @@ class ModelView:
                 )
 
 
-def _living_ddps() -> list[DistributedDataParallel]:
-    kinds = (item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel))
-    return [item for item in kinds if isinstance(getattr(item, "module", None), torch.nn.Module)]
+def _ddps_over(module: torch.nn.Module) -> Iterator[DistributedDataParallel]:
+    """Yield each DistributedDataParallel in or around a module, at whatever distance."""
+    yield from (inside for inside in module.modules() if isinstance(inside, DistributedDataParallel))
+    seen, waiting = {id(module)}, [module]
+    while waiting:
+        for parent in _parents(waiting.pop()):
+            if id(parent) not in seen:
+                seen.add(id(parent))
+                waiting.append(parent)
+                if isinstance(parent, DistributedDataParallel):
+                    yield parent
+
+
+def _parents(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules of which this one is a part: a module does not know them, but the garbage collector does."""
+    for held in gc.get_referrers(module):
+        if type(held) is dict and any(value is module for value in held.values()):
+            yield from (owner for owner in _owners(held) if isinstance(owner, torch.nn.Module))
+
+
+def _owners(held: dict[str, object]) -> Iterator[object]:
+    """Yield the objects of which a dict is an attribute, whether or not they have a dict of their own."""
+    for referrer in gc.get_referrers(held):
+        if type(referrer) is dict:
+            yield from (owner for owner in gc.get_referrers(referrer) if getattr(owner, "__dict__", None) is referrer)
+        else:
+            yield referrer
 
 
 def _has_no_mean(value: object) -> bool:
