@@ -158,3 +158,10 @@ def test_statistics_of_a_worker_without_data_do_not_count(poison: bool) -> None:
     for mean, momentum in beside(strategy, steps=[0, 1], samples=[1.0, 1.0], poison=poison):
         assert mean == [1.0] * 2
         assert momentum == 1.0
+
+
+def test_a_round_that_finds_nothing_new_takes_no_outer_step() -> None:
+    """Momentum alone would carry the parameters on, for as long as somebody drains."""
+    for value, rounds in run_out(cadenza.diloco(4, outer_lr=1.0, outer_momentum=0.5), [4, 4]):
+        assert [step for step, _, _ in rounds] == [4, 8]
+        assert value == pytest.approx(1 - 1.5 * 0.4)  # Nesterov's first step: (1 + momentum) times the difference
