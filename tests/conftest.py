@@ -31,6 +31,11 @@ with warnings.catch_warnings():
     import_module("torch.distributed.optim")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many tests run at once: one more than there are cores, for much of their time is waiting."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """The rank processes of this session."""

@@ -139,8 +139,7 @@ def check_residual(where: str, codec: Codec, residual: Residual, reference: Enco
 
 
 @EITHER_TRANSPORT
-@pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("count", "weighted"), [(2, True), (3, False), (4, True)], ids=["2", "3-alike", "4"])
 def test_every_codec_gives_its_mean_the_same_bits_on_all_ranks(
     ranks: RankPool, count: int, weighted: bool, shared: bool
 ) -> None:

@@ -106,10 +106,7 @@ def mean_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @TRANSPORTS
-@pytest.mark.parametrize(
-    ("phase", "bucket"),
-    [("exchange", 0), ("pack", 0), ("launch", 0), ("launch", 2), ("combine", 1), ("land", 1), ("land", -1)],
-)
+@pytest.mark.parametrize(("phase", "bucket"), [("exchange", 0), ("launch", 2)])  # the others: test_rounds.py
 def test_an_atomic_round_leaves_the_survivors_of_a_kill_as_they_were(
     ranks: RankPool, env: dict[str, str], phase: str, bucket: int
 ) -> None:
@@ -125,7 +122,7 @@ def test_an_atomic_round_leaves_the_survivors_of_a_kill_as_they_were(
 
 
 @TRANSPORTS
-@pytest.mark.parametrize(("phase", "bucket"), [("launch", 0), ("launch", 2), ("land", 1)])
+@pytest.mark.parametrize(("phase", "bucket"), [("launch", 2), ("land", 1)])
 def test_without_atomic_the_survivors_of_a_kill_are_told_what_their_parameters_hold(
     ranks: RankPool, env: dict[str, str], phase: str, bucket: int
 ) -> None:

@@ -435,7 +435,7 @@ def stay_away() -> Any:
     _, _, step = one_number(cadenza.local_sgd(2))
     step(1.0)
     if dist.get_rank() == 1:
-        time.sleep(8)
+        time.sleep(4)
         return None
     return outcome(step, 1.0)[:2]
 

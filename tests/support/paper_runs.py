@@ -78,8 +78,13 @@ def assert_same_way(found: list[list[torch.Tensor]], reference: list[list[torch.
     assert all(same_bits(history[-1], found[0][-1]) for history in found)
 
 
-def assert_resumes_everywhere(count: int, strategy: Strategy, steps: int, spikes: Spikes | None = None) -> None:
-    """A run that is stopped after any step and goes on in new workers has the bits of one that never stopped."""
+def assert_resumes_everywhere(
+    count: int, strategy: Strategy, steps: int, spikes: Spikes | None = None, *, every: int = 1
+) -> None:
+    """A run that is stopped after any step and goes on in new workers has the bits of one that never stopped.
+
+    With `every` it is stopped after every so many steps only: no divisor of the period, so that all its phases come.
+    """
     __tracebackhide__ = True
     scaled = spikes or {}
 
@@ -95,7 +100,7 @@ def assert_resumes_everywhere(count: int, strategy: Strategy, steps: int, spikes
 
     with workers(count) as pool:
         ran = pool.run(straight)
-        for stop in range(1, steps + 1):
+        for stop in range(1, steps + 1, every):
             for rank, history in enumerate(pool.run(resumed, stop)):
                 expected = ran[rank][0][stop:]
                 same = [same_bits(a, b) for a, b in zip(history, expected, strict=True)]

@@ -69,7 +69,8 @@ def _walk(worker: Worker, steps: int, saved: Sequence[tuple[Any, ...]] | None, *
     while run.sync.clock < steps:
         run.step()
         kept.history.append(run.values())
-        kept.saved.append(run.save())
+        if saved is None:
+            kept.saved.append(run.save())
     run.sync.finish()
     kept.history.append(run.values())
     return kept

@@ -89,12 +89,9 @@ class Replica:
     def fit_levels(self) -> None:
         """Let every level take its anchors from the parameters, where it has none yet."""
         for fragment in range(len(self.fragments())):
-            self._fit(fragment)
-
-    def _fit(self, fragment: int) -> None:
-        layout = self.layout(fragment)
-        for number, group in enumerate(self.participants.levels):
-            self.level_state(number, fragment).fit(layout, group)
+            layout = self.layout(fragment)
+            for number, group in enumerate(self.participants.levels):
+                self.level_state(number, fragment).fit(layout, group)
 
     @torch.no_grad()
     def take_anchors(self) -> None:
@@ -146,7 +143,6 @@ class Replica:
         tensors = named(self.view.parameters(), new)
         average_tensors(outermost.transport, tensors, step=self.state.moment, what="new parameter")
         self.state.known.update(new)
-        self._fit(fragment)
 
     # ---- what workers share (SharedState) --------------------------------------------------------------------------
 
