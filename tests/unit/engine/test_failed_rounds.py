@@ -15,7 +15,7 @@ from support.training import one_number
 
 
 def walk(worker: Worker, failing: int) -> list[float]:
-    """Take 8 steps of −0.1 (rank 1: −0.3) with rounds every 2 that land 2 later; the one launched at `failing` fails."""
+    """Take 8 steps of −0.1 (rank 1: −0.3); rounds every 2 land 2 later, and the one launched at `failing` fails."""
     strategy = cadenza.diloco(2, delay=2, outer_lr=1.0, outer_momentum=0.0, faults=cadenza.skip_round())
     model, sync, step = one_number(strategy, membership=worker.membership())
     participants = sync.replica.participants
@@ -32,7 +32,7 @@ def walk(worker: Worker, failing: int) -> list[float]:
 
 @pytest.mark.parametrize("failing", [2, 4, 6])
 def test_the_progress_of_a_failed_round_counts_in_the_next_one(failing: int) -> None:
-    """At a launch with a delay of a whole period, parameters start again from the anchor: their progress must return."""
+    """A launch with a delay of a whole period takes the progress out of the parameters: it must return."""
     with workers(2) as pool:
         first, second = pool.run(walk, failing)
     assert first[-1] == pytest.approx(1 - 8 * 0.2)
