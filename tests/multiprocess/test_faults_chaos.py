@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cadenza
+from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection, serve
 from support.faults import LEASE_S, PHASES, QUICK, arm, kill, stop_for, train
 from support.ranks import RankPool
@@ -47,7 +48,7 @@ def plan(seed: int) -> tuple[Plan, list[int]]:
 
 def wait_for_death(port: int, worker: int) -> None:
     """Return when a worker's heart-beat has stopped."""
-    line = StoreConnection(f"127.0.0.1:{port}", prefix="cadenza/job")
+    line = StoreConnection(f"127.0.0.1:{port}", Signer("job", secret=None))
     value, since = b"", time.monotonic()
     while not value or time.monotonic() - since < 2 * LEASE_S:
         time.sleep(0.05)

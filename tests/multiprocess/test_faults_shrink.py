@@ -150,6 +150,7 @@ def with_secrets(port: int) -> Any:
     if rank() < 2:
         return outcome(train, port, 2, strategy, 40, secret="our word", step_s=0.05)
     time.sleep(0.5)
+    strategy = cadenza.diloco(period=5, faults=cadenza.shrink(grace_s=1.0, first_s=2.0))
     return outcome(train, port, 2, strategy, 40, secret="another" if rank() == 2 else None, step_s=0.05)
 
 

@@ -13,11 +13,12 @@ store that outlives many launches.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 
-import torch.distributed as dist
-
 from cadenza.errors import StoreLostError
+from cadenza.participants.signed_store import SignedStore
+from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection
 
 __all__ = ["JobNames"]
@@ -31,8 +32,8 @@ class JobNames:
     """The names of one job, numbered; all nodes come to the same."""
 
     def __init__(self, address: str, job: str) -> None:
-        self._job = job
-        self._connection = StoreConnection(address, prefix=f"cadenza/{job}")
+        self._address, self._job = address, job
+        self._connection = self._connect(job)
 
     def current(self) -> str:
         """Return the name under which workers train now, or will; waits for the store.
@@ -43,7 +44,7 @@ class JobNames:
         deadline = time.monotonic() + _STORE_S
         while True:
             try:
-                return self._connection.call(self._unfinished)
+                return self._unfinished()
             except StoreLostError:
                 if time.monotonic() > deadline:
                     raise
@@ -52,22 +53,28 @@ class JobNames:
     def after(self, name: str) -> str:
         """Return the name after one under which nobody can go on."""
         number = _number(name)
-        try:
-            found = self._connection.call(lambda store: store.compare_set(_KEY, str(number), str(number + 1)))
-        except StoreLostError:
-            return self._name(number + 1)
-        return self._name(max(int(found), number + 1))
+        with contextlib.suppress(StoreLostError):
+            return self._name(self._connection.call(lambda store: _raised(store, number, number + 1)))
+        return self._name(number + 1)
 
     def remember(self, name: str) -> None:
         """Write the current name into a store that was started again and has lost everything."""
         with contextlib.suppress(StoreLostError):
-            self._connection.call(lambda store: store.compare_set(_KEY, "", str(_number(name))))
+            self._connection.call(lambda store: _raised(store, 0, _number(name)))
 
-    def _unfinished(self, store: dist.Store) -> str:
-        number = int(store.compare_set(_KEY, "", "1"))
-        if dist.PrefixStore(str(number), store).check(["finished"]):
-            number = int(store.compare_set(_KEY, str(number), str(number + 1)))
-        return self._name(number)
+    def _unfinished(self) -> str:
+        number = self._connection.call(lambda store: _raised(store, 0, 1))
+        named = self._connect(self._name(number))
+        try:
+            finished = named.call(lambda store: store.check(["finished"]))
+        finally:
+            named.close()
+        return self._name(
+            self._connection.call(lambda store: _raised(store, number, number + 1)) if finished else number
+        )
+
+    def _connect(self, job: str) -> StoreConnection:
+        return StoreConnection(self._address, Signer(job, secret=os.environ.get("CADENZA_SECRET")))
 
     def _name(self, number: int) -> str:
         return f"{self._job}/{number}"
@@ -75,3 +82,13 @@ class JobNames:
 
 def _number(name: str) -> int:
     return int(name.rpartition("/")[2])
+
+
+def _raised(store: SignedStore, below: int, number: int) -> int:
+    """Write a number if the one that stands there is not above another, or cannot be read; return what stands then."""
+    text = store.read(_KEY) or ""
+    standing = int(text) if text.isdecimal() else 0
+    if standing > below:
+        return standing
+    found = store.compare_set(_KEY, text, str(number)).decode()
+    return int(found) if found.isdecimal() else number

@@ -26,6 +26,8 @@ from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
 from cadenza.cli.store_keeper import StoreKeeper, StoreNotStartedError
 from cadenza.cli.worker_processes import WorkerCommand, report_failures, report_problem, start_workers
 from cadenza.errors import StoreLostError
+from cadenza.participants.heartbeat import announce_death
+from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection
 from cadenza.training.exit_records import last_record, write_end, write_event
 from cadenza.training.metrics import metrics_file
@@ -118,7 +120,8 @@ class Supervisor:
 
     def _begin_as(self, job: str) -> None:
         self._job = job
-        self._connection = StoreConnection(self._address, prefix=f"cadenza/{job}")
+        self._signer = Signer(job, secret=os.environ.get("CADENZA_SECRET"))
+        self._connection = StoreConnection(self._address, self._signer)
 
     def _start(self, worker: int) -> None:
         command, attempt = self._commands[worker], self._starts[worker]
@@ -196,7 +199,7 @@ class Supervisor:
     def _announce_death(self, worker: int) -> None:
         """Write into the store that a worker is gone, so that nobody waits for its heartbeat."""
         try:
-            self._connection.call(lambda store: store.set(f"beat/{worker}", f"seen to be gone at {time.time()} gone"))
+            self._connection.call(lambda store: announce_death(store, self._signer, worker))
         except StoreLostError as error:
             _log(str(error))
 

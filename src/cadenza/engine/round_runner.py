@@ -75,8 +75,16 @@ class RoundRunner:
                     state.count_round(n, drift)
 
     def come_to(self, round: RoundId) -> None:
-        """Come to a round that the others hold, at whatever step this worker is, and go on from theirs."""
-        self._state.clock = round.step
+        """Come to a round that the others hold, at whatever step this worker is, and go on from theirs.
+
+        If they do not hold it, this worker goes on from its own step, unless all are at the end.
+        """
+        before, self._state.clock = self._state.clock, round.step
+        self._run_called(round)
+        if self._participants.behind and not self._participants.over:
+            self._state.clock = before
+
+    def _run_called(self, round: RoundId) -> None:
         n = self._state.clock - self._strategy.warmup_steps
         if round.phase:
             self.run_last(range(round.fragment, self._state.fragment_count), round.phase)

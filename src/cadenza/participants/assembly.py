@@ -10,16 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from cadenza.common.wording import name_workers
 from cadenza.errors import TurnedAwayError
 from cadenza.faults import FaultPolicy
 from cadenza.participants.heartbeat import Heartbeat
+from cadenza.participants.latest_round import LatestRound
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
+from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
-from cadenza.participants.store import StoreConnection, append, wait_for
+from cadenza.participants.store import StoreConnection, wait_for
 from cadenza.participants.vote import VOTE_KEYS
 
 __all__ = ["KEPT", "Assembly", "clean_up", "obeyed"]
@@ -62,17 +62,17 @@ class Assembly:
         self._announce()
         standing = self._connection.call(self._standing) if self._me.new else None
         self._connection.call(lambda store: self.sign(store, self._me))
-        text: bytes | None = None
-        while text is None:
-            text = self._advance(policy, workers, time.monotonic() - started, patience_s)
-        roster = obeyed(self._opened(text), self._me)
+        found: Roster | None = None
+        while found is None:
+            found = self._advance(policy, workers, time.monotonic() - started, patience_s)
+        roster = obeyed(found, self._me)
         if standing is not None:
             raise RoundNotHeldError(
                 f"the round was held with an earlier process of worker {self._me.worker}", behind=True
             )
         return roster
 
-    def _advance(self, policy: FaultPolicy, workers: int, waited_s: float, patience_s: float) -> bytes | None:
+    def _advance(self, policy: FaultPolicy, workers: int, waited_s: float, patience_s: float) -> Roster | None:
         """Look who is there, propose a roster if that is enough, and return the one that stands, if one does."""
         heartbeat = self._heartbeat
         if heartbeat.replaced:
@@ -93,10 +93,11 @@ class Assembly:
             )
         except RoundNotHeldError:
             if not hopeful:
-                text = self._connection.call(self._leave)
-                if text is None:
+                found = self._connection.call(self._leave)
+                if found is None:
+                    self._refuse_strangers()
                     raise
-                return text
+                return found
         if proposal is not None and (proposal.members or not hopeful):
             return self._decide(replace(proposal, decided_at=time.time()))
         if waited_s >= 3 * patience_s:
@@ -104,34 +105,47 @@ class Assembly:
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait()
 
-    def sign(self, store: dist.Store, arrival: Arrival) -> None:
+    def _refuse_strangers(self) -> None:
+        """Say why nobody came, if it is that the others have another secret."""
+        alone = self._heartbeat.known() == {self._me.worker}
+        if alone and self._connection.call(lambda store: store.has_strangers()):
+            raise TurnedAwayError(
+                f"Nobody came who knows the secret of worker {self._me.worker}, and others use the job's name with "
+                "another secret. Start it with theirs (CADENZA_JOB, CADENZA_SECRET)."
+            )
+
+    def sign(self, store: SignedStore, arrival: Arrival) -> None:
         """Write an arrival into the store, signed."""
-        append(store, f"{self._base}/arrivals", self._signer.sign_text(arrival.pack(), str(self._round)) + "\n")
+        store.append(f"{self._base}/arrivals", arrival.pack())
 
     def _announce(self) -> None:
         """Make the round known to those who are behind; refuse one that lies before the latest."""
 
-        def announce(store: dist.Store) -> bytes:
+        def announce(store: SignedStore) -> RoundId:
             if store.check(["finished"]):
-                raise RoundNotHeldError("the others have finished", behind=True)
-            latest = bytes(store.get("latest")).decode() if store.check(["latest"]) else ""
-            if not latest or RoundId.parse(latest) < self._round:
-                store.set("latest", str(self._round))
-            return latest.encode()
+                raise RoundNotHeldError("the others have finished", behind=True, over=True)
+            return LatestRound(self._signer).raise_to(store, self._round)
 
-        latest = self._connection.call(announce).decode()
-        if latest and self._round < RoundId.parse(latest):
+        latest = self._connection.call(announce)
+        self._heartbeat.note(latest)
+        if self._round < latest:
             raise RoundNotHeldError(
-                f"the others are at step {RoundId.parse(latest).step} and this worker at {self._round.step}",
+                f"the others are at step {latest.step} and this worker at {self._round.step}",
                 behind=True,
             )
 
-    def _decide(self, roster: Roster) -> bytes:
+    def _decide(self, roster: Roster) -> Roster | None:
         """Write a roster unless one stands already; return the one that stands."""
-        sealed = self._signer.sign_text(roster.pack(), f"roster {self._round}")
-        return self._connection.call(lambda store: bytes(store.compare_set(f"{self._base}/roster", "", sealed)))
 
-    def _wait(self) -> bytes | None:
+        def decide(store: SignedStore) -> Roster | None:
+            key = f"{self._base}/roster"
+            text = store.read(key) or ""
+            unread = text if self._understood(text) is None else ""  # of nobody who knows how: write over it
+            return self._understood(store.compare_set(key, unread, roster.pack()).decode())
+
+        return self._connection.call(decide)
+
+    def _wait(self) -> Roster | None:
         """Wait a moment for a roster."""
         heartbeat = self._heartbeat
         overtaken = (
@@ -140,35 +154,28 @@ class Assembly:
         text = self._connection.call(lambda store: wait_for(store, f"{self._base}/roster", min(0.05, heartbeat.tick_s)))
         if text is None and overtaken:
             raise RoundNotHeldError("the others have gone on to a later round", behind=True)
-        return text
+        return self._understood(text)
 
-    def _standing(self, store: dist.Store) -> bytes | None:
+    def _standing(self, store: SignedStore) -> Roster | None:
         """Return the roster, if one was decided on."""
-        return bytes(store.get(f"{self._base}/roster")) if store.check([f"{self._base}/roster"]) else None
+        return self._understood(store.read(f"{self._base}/roster"))
 
-    def _leave(self, store: dist.Store) -> bytes | None:
+    def _leave(self, store: SignedStore) -> Roster | None:
         """Give up waiting, unless a roster stands by now."""
         self.sign(store, replace(self._me, here=False))
         return self._standing(store)
 
-    def _arrivals(self, store: dist.Store) -> dict[int, Arrival]:
-        """Return who is there, as far as their entries bear this job's signature."""
+    def _arrivals(self, store: SignedStore) -> dict[int, Arrival]:
+        """Return who is there, as far as their entries can be read."""
         found: dict[int, Arrival] = {}
-        for line in bytes(store.get(f"{self._base}/arrivals")).decode().splitlines():
-            text = self._signer.verified_text(line, str(self._round))
-            if text is not None:
-                arrival = Arrival.unpack(text)
+        for line in store.lines(f"{self._base}/arrivals"):
+            arrival = self._signer.understood(lambda text=line: Arrival.unpack(text))  # type: ignore[misc]
+            if arrival is not None:
                 found[arrival.worker] = arrival
         return {worker: arrival for worker, arrival in found.items() if arrival.here}
 
-    def _opened(self, text: bytes) -> Roster:
-        opened = self._signer.verified_text(text.decode(), f"roster {self._round}")
-        if opened is None:
-            raise TurnedAwayError(
-                f"The list of members does not bear the signer that worker {self._me.worker} knows: its job or its "
-                "secret is not that of the others. Start it with theirs (CADENZA_JOB, CADENZA_SECRET)."
-            )
-        return Roster.unpack(opened)
+    def _understood(self, text: str | None) -> Roster | None:
+        return self._signer.understood(lambda: Roster.unpack(text)) if text else None
 
 
 def obeyed(roster: Roster, me: Arrival) -> Roster:
@@ -191,7 +198,7 @@ def obeyed(roster: Roster, me: Arrival) -> Roster:
     )
 
 
-def clean_up(store: dist.Store, held: Sequence[tuple[str, int]]) -> None:
+def clean_up(store: SignedStore, held: Sequence[tuple[str, int]]) -> None:
     """Delete what old rounds, each with so many members, and their groups have left in the store."""
     for base, members in held[:-KEPT]:
         votes = [f"{vote}/{key}" for vote in ("vote", "assembled", "joining/assembled") for key in VOTE_KEYS]

@@ -103,6 +103,11 @@ class Participants(Protocol):
         ...
 
     @property
+    def over(self) -> bool:
+        """Whether the others were seen to have finished."""
+        ...
+
+    @property
     def idle(self) -> bool:
         """Whether this worker has only just joined, and has nothing yet to contribute."""
         ...

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from cadenza.common.wording import name_workers
 from cadenza.errors import (
     CadenzaError,
@@ -33,6 +31,7 @@ from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.membership import Membership
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError
 from cadenza.participants.round_id import RoundId
+from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.state_transfer import transfer_state
 from cadenza.participants.vote import Vote
 from cadenza.strategy import LevelPlan
@@ -60,6 +59,7 @@ class ElasticParticipants:
     Attributes:
         behind: Whether rounds were, or may have been, held without this worker.
         idle: Whether it has only just joined, and has nothing yet to contribute.
+        over: Whether the others were seen to have finished.
     """
 
     always_together = False
@@ -70,7 +70,7 @@ class ElasticParticipants:
         self.membership = membership
         self.policy = policy
         self.levels: Sequence[LevelGroup] = [LevelGroup(plan, plan.name or "level 0", None)]
-        self.behind = self.idle = False
+        self.behind = self.idle = self.over = False
         self._terms = terms
         # One for the training loop, one for rounds in flight.
         self._connections = [membership.connection(), membership.connection()]
@@ -86,6 +86,7 @@ class ElasticParticipants:
         self._held: list[tuple[str, int]] = []
         self._losses = 0
         self._tried: RoundId | None = None
+        self._called: RoundId | None = None
 
     @property
     def worker(self) -> int:
@@ -149,7 +150,8 @@ class ElasticParticipants:
         latest, heartbeat.eager = heartbeat.latest, self.behind or self._new
         if not (self.behind or self._new) or latest is None or latest.step == 0:
             return None
-        return latest if latest.step > step or self._new else None
+        self._called = latest if latest.step > step or self._new else None
+        return self._called
 
     def awaited(self) -> RoundId | None:
         if not self._new:
@@ -167,8 +169,9 @@ class ElasticParticipants:
         self._renew_connections()
         began = time.time()
         try:
-            roster = self._roster_of(round, self._arrival(digest, settled), patience_s)
+            roster = self._roster_of(round, self._arrival(round, digest, settled), patience_s)
         except RoundNotHeldError as error:
+            self.over = self.over or error.over
             if error.behind and not self.behind:
                 self.behind, self._late_s = True, 0.0 if self._new else max(0.001, time.time() - began)
             return FailedRound(str(error), error.absent)
@@ -194,7 +197,7 @@ class ElasticParticipants:
             for connection in self._connections:
                 connection.close()
 
-    def _arrival(self, digest: str, settled: bool) -> Arrival:
+    def _arrival(self, round: RoundId, digest: str, settled: bool) -> Arrival:
         terms = hashlib.blake2b(f"{self._terms} {digest}".encode(), digest_size=16).hexdigest()
         usable = self._generation is not None and self._generation.usable
         return Arrival(
@@ -207,6 +210,7 @@ class ElasticParticipants:
             late_s=0.0 if self._new else self._late_s,
             generation=self._place if usable else "",
             settled=settled,
+            called=self._called is not None and round.step == self._called.step,
         )
 
     def _form(self, roster: Roster, round: RoundId) -> None:
@@ -247,7 +251,7 @@ class ElasticParticipants:
             self._part()
             return FailedRound(str(error))
         self._last = roster.members
-        self.behind, self._late_s = False, 0.0
+        self.behind, self._late_s, self._called = False, 0.0, None
         return None
 
     def _transfer(self, state: SharedState, roster: Roster, *, receives: bool) -> None:
@@ -303,7 +307,7 @@ class ElasticParticipants:
             return FailedRound(f"the vote could not be ended: {error}")
         return result if committed else self._failed("another worker failed, or did not come to the vote", roster)
 
-    def _vote(self, store: dist.Store, round: RoundId, roster: Roster) -> Vote:
+    def _vote(self, store: SignedStore, round: RoundId, roster: Roster) -> Vote:
         limit_s = self._limit_s(roster)
         return Vote(store, f"round/{round}/vote", members=len(roster.members), timeout_s=limit_s)
 

@@ -34,6 +34,7 @@ class FixedParticipants:
     always_together = True
     atomic = False
     behind = False
+    over = False
     idle = False
     last_phases = (0,)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from cadenza.common.process_groups import make_gloo_group, set_timeout
 from cadenza.errors import TransportError
+from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signed_transport import SignedTransport
 from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection
@@ -100,12 +101,12 @@ def assemble(
     """
     position = list(members).index(worker)
 
-    def build(store: dist.Store) -> Generation:
+    def build(store: SignedStore) -> Generation:
         # A group in the making cannot be stopped: nobody begins before all have said that they will.
         vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s)
         if not vote.ready(lambda: bool(missing())):
             raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
-        prefix = dist.PrefixStore(f"{place}/group", store)
+        prefix = dist.PrefixStore(f"{place}/group", store.below)  # Gloo cannot sign
         try:
             group = make_gloo_group(prefix, position, len(members), timeout_s)
         except RuntimeError as error:

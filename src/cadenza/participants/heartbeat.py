@@ -1,56 +1,37 @@
 """Who is there: a thread beats for this worker, and listens to the others' beats.
 
-A beat is a number in the store that changes. A worker whose number has not changed for a lease, by this worker's own
-clock, counts as gone; whoever is stopped, cut off or dead looks the same. Time in which this process itself stood still
-does not count against the others. A process that has died is known at once, by its liveness connection.
+A beat is an entry in the store that changes, one for each worker (`cadenza.participants.beat`). A worker whose entry
+has not changed for a lease, by this worker's own clock, counts as gone; whoever is stopped, cut off or dead looks the
+same. Time in which this process itself stood still does not count against the others. A process that has died is known
+at once, by its liveness connection.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
+from cadenza.participants.beat import CLOCKS_S, Beat, Heard, beat_key
+from cadenza.participants.latest_round import LatestRound
 from cadenza.participants.liveness import LivenessSockets
 from cadenza.participants.round_id import RoundId
+from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
-from cadenza.participants.store import StoreConnection, append
+from cadenza.participants.store import StoreConnection
+from cadenza.participants.worker_index import WorkerIndex
 
-__all__ = ["Heartbeat"]
+__all__ = ["Heartbeat", "announce_death"]
 
 _logger = logging.getLogger("cadenza")
 
 _BEATS = 5  # in a lease
-_GONE = "gone"
-_PROOF = 3  # changes of a beat that show that a worker is alive whose line has ended; two may have been under way
 _GLANCE_S = 0.02  # between two looks for the next round
-
-
-@dataclass
-class _Beat:
-    value: str = ""
-    silent_s: float = 0.0
-    doubt: int = 0  # changes that are still wanted since its liveness connection has ended
-
-    @property
-    def left(self) -> bool:
-        return self.value.endswith(_GONE)
-
-    def hear(self, value: str, elapsed: float) -> None:
-        if value == self.value:
-            self.silent_s += elapsed
-            return
-        if value.split(" ")[0] != self.value.split(" ")[0]:
-            self.doubt = 0  # another process
-        self.value, self.silent_s, self.doubt = value, 0.0, max(0, self.doubt - 1)
+_TOLD_S = 60.0  # between two warnings about entries that are ignored
+_FORGET_S = 3600.0  # after so long in silence a worker's entry is deleted
 
 
 class Heartbeat:
@@ -63,12 +44,13 @@ class Heartbeat:
         replaced: Whether another process has taken this worker's place.
         losses: How often the store was lost: connections made before are of no use.
         eager: Whether the next round is to be known at once, not only at the next beat.
+        waiting: Whether this worker waits for others from whom it can take a state; they hear of it.
     """
 
     def __init__(self, connection: StoreConnection, worker: int, signer: Signer, *, lease_s: float) -> None:
         self.worker = worker
         self._signer = signer
-        self.incarnation = secrets.token_hex(4)
+        self.incarnation = secrets.token_hex(8)
         self.connected = False
         self.latest: RoundId | None = None
         self.replaced = False
@@ -76,16 +58,19 @@ class Heartbeat:
         self.eager = False
         self._lease_s = lease_s
         self._connection = connection
-        self._beats: dict[int, _Beat] = {}
-        self._incarnations: dict[int, str] = {}
+        self.waiting = False
+        self._heard: dict[int, Heard] = {}
+        self._index, self._latest = WorkerIndex(signer), LatestRound(signer)
         self._signed_on = False
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._number = 0
         self._seen_at = time.monotonic()
+        self._told, self._told_at = 0, -_TOLD_S
         self._life: LivenessSockets | None = None
         with contextlib.suppress(OSError):  # without them there is the lease
             self._life = LivenessSockets(connection.own_host(), self._line_ended)
+        address = self._life.address if self._life is not None else ""
+        self._mine = Beat(worker, self.incarnation, time.time_ns(), address=address)
         self._thread = threading.Thread(target=self._beat_on, name="cadenza heartbeat", daemon=True)
 
     @property
@@ -101,17 +86,17 @@ class Heartbeat:
     def known(self) -> set[int]:
         """Return the workers that have ever signed on, as of the last beat."""
         with self._lock:
-            return set(self._beats) | {self.worker}
+            return set(self._heard) | {self.worker}
 
     def silent(self) -> set[int]:
         """Return those of which it is known that they do not beat any more."""
         with self._lock:
-            return {w for w, beat in self._beats.items() if self._is_silent(beat)} - {self.worker}
+            return {w for w, heard in self._heard.items() if self._is_silent(heard)}
 
     def gone(self) -> set[int]:
         """Return those that have signed off, or that their supervisor saw die."""
         with self._lock:
-            return {worker for worker, beat in self._beats.items() if beat.left} - {self.worker}
+            return {worker for worker, heard in self._heard.items() if heard.left}
 
     def doubted(self) -> set[int]:
         """Return those whose liveness connection has ended, while neither lease nor supervisor has said more yet.
@@ -119,19 +104,19 @@ class Heartbeat:
         A round can go on without them; to give it up because of them would be too early.
         """
         with self._lock:
-            return {w for w, b in self._beats.items() if b.doubt and b.silent_s <= self._lease_s and not b.left}
+            return {w for w, h in self._heard.items() if h.doubt and h.silent_s <= self._lease_s and not h.left}
 
-    def alive(self) -> dict[int, str]:
-        """Return those that beat, this worker among them, each with what tells its process from others."""
-        silent = self.silent()
+    def alive(self) -> dict[int, Beat]:
+        """Return the last beat of each other worker that beats."""
         with self._lock:
-            known = {worker: self._incarnations.get(worker, "") for worker in self._beats.keys() - silent}
-        return known | {self.worker: self.incarnation}
+            return {w: heard.last for w, heard in self._heard.items() if not self._is_silent(heard)}
 
     def is_current(self, worker: int, incarnation: str) -> bool:
         """Tell whether a process still is the one in its worker's place, as far as is known."""
+        if worker == self.worker:
+            return incarnation == self.incarnation
         with self._lock:
-            return self._incarnations.get(worker, incarnation) == incarnation
+            return worker not in self._heard or self._heard[worker].last.incarnation == incarnation
 
     def close(self) -> None:
         """Sign off."""
@@ -139,21 +124,29 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join(timeout=self.tick_s)
         if self.connected and not self.replaced:
+            last = self._mine.next(state="gone")
             with contextlib.suppress(StoreLostError):
-                self._connection.call(
-                    lambda store: store.set(_key(self.worker), f"{self.incarnation} {_GONE}"), timeout_s=1
-                )
+                self._connection.call(lambda store: store.set(beat_key(self.worker), last.pack()), timeout_s=1)
         self._connection.close()
         if self._life is not None:
             self._life.close()
 
-    def _is_silent(self, beat: _Beat) -> bool:
-        return beat.silent_s > self._lease_s or beat.doubt > 0 or beat.left
+    def glance(self) -> None:
+        """See which round is the latest."""
+        self.note(self._connection.call(self._latest.read))
+
+    def note(self, latest: RoundId | None) -> None:
+        """Know of a round that somebody has come to; a later one may be known already."""
+        if latest is not None and (self.latest is None or latest > self.latest):
+            self.latest = latest
+
+    def _is_silent(self, heard: Heard) -> bool:
+        return heard.silent_s > self._lease_s or heard.doubt > 0 or heard.left
 
     def _line_ended(self, worker: int, incarnation: str) -> None:
         with self._lock:
-            if self._incarnations.get(worker) == incarnation:
-                self._beats[worker].doubt = _PROOF
+            if worker in self._heard and self._heard[worker].last.incarnation == incarnation:
+                self._heard[worker].end_line()
 
     def _beat_on(self) -> None:
         while not self._ended.wait(min(_GLANCE_S, self.tick_s) if self.eager else self.tick_s):
@@ -162,61 +155,90 @@ class Heartbeat:
                     self.glance()
                 else:
                     self._tick()
-            except (StoreLostError, ValueError) as error:  # or somebody has written nonsense into it
+            except Exception as error:  # whatever it is: without this thread the worker would be given up
                 if self.connected:
                     self.losses += 1
-                    _logger.warning("%s Training goes on, rounds are skipped until it is back.", error)
+                    _logger.warning("%s Training goes on, rounds are skipped until it is back.", _named(error))
                 self.connected = self._signed_on = False
 
     def _tick(self) -> None:
-        registry, latest, beats = self._connection.call(self._exchange)
+        beats = self._connection.call(self._exchange)
         now = time.monotonic()
         elapsed, self._seen_at = min(now - self._seen_at, 2 * self.tick_s), now
         with self._lock:
-            self._incarnations = {entry[0]: entry[1] for entry in registry}
-            for worker, value in beats.items():
-                self._beats.setdefault(worker, _Beat()).hear(value, elapsed)
-            alive = {worker for worker, beat in self._beats.items() if not self._is_silent(beat)} - {self.worker}
-        self._note(latest)
+            for worker in beats.keys() | self._heard.keys():
+                self._hear(worker, beats.get(worker), elapsed)
         if self._life is not None:
-            told = {entry[0]: (entry[1], entry[2]) for entry in registry}
-            self._life.watch({worker: told[worker] for worker in alive & told.keys() if told[worker][1]})
-        self.replaced = self._incarnations.get(self.worker, self.incarnation) != self.incarnation
+            self._life.watch({w: (beat.incarnation, beat.address) for w, beat in self.alive().items() if beat.address})
         if not self.connected and self._thread.is_alive():
             _logger.warning("Worker %d has reached the store again.", self.worker)
         self.connected = True
+        self._tell_ignored()
 
-    def glance(self) -> None:
-        """See which round is the latest."""
-        self._note(bytes(self._connection.call(lambda store: store.get("latest"))).decode())
+    def _hear(self, worker: int, beat: Beat | None, elapsed: float) -> None:
+        old = beat is not None and self._signer.secret and not abs(time.time() - beat.at) <= CLOCKS_S
+        if worker in self._heard:
+            heard = self._heard[worker]
+            if beat is not None and old and beat.follows(heard.last):
+                self._signer.ignored += 1  # of its clock, or of long ago
+                beat = None
+            heard.hear(beat, elapsed)
+        elif beat is not None:
+            self._heard[worker] = Heard(beat, silent_s=2 * self._lease_s if old else 0.0)
 
-    def _note(self, latest: str) -> None:
-        self.latest = RoundId.parse(latest) if latest else None
-
-    def _exchange(self, store: dist.Store) -> tuple[list[list[Any]], str, dict[int, str]]:
-        """Beat, and return who has signed on, the latest round and all beats."""
-        self._number += 1
-        store.set(_key(self.worker), f"{self.incarnation} {self._number}")
+    def _exchange(self, store: SignedStore) -> dict[int, Beat]:
+        """Beat, and return the others' beats."""
+        self._beat(store)
         if not self._signed_on:
-            append(store, "latest", "")
-            me = [self.worker, self.incarnation, self._life.address if self._life is not None else ""]
-            if me not in self._registry(store):
-                entry = self._signer.sign_text(json.dumps(me), "registry")
-                append(store, "registry", entry + "\n")
-            self._signed_on = True
-        registry = self._registry(store)
-        others = sorted({entry[0] for entry in registry})
-        latest, *beats = (bytes(text).decode() for text in store.multi_get(["latest", *map(_key, others)]))
-        return registry, latest, dict(zip(others, beats, strict=True))
+            store.has_strangers()
+        with self._lock:
+            forgotten = {w for w, heard in self._heard.items() if heard.silent_s > _FORGET_S}
+            alive = {w for w, heard in self._heard.items() if not self._is_silent(heard)}
+        others = self._index.update(store, alive | {self.worker}, forgotten) - {self.worker}
+        latest = self._latest.read(store)
+        if self.latest is not None:
+            latest = self._latest.raise_to(store, self.latest)
+        self.note(latest)
+        self._signed_on = True
+        ordered = sorted(others)
+        found = zip(ordered, store.read_all([beat_key(worker) for worker in ordered]), strict=True)
+        beats = {worker: self._understood(text) for worker, text in found}
+        return {worker: beat for worker, beat in beats.items() if beat is not None and beat.worker == worker}
 
-    def _registry(self, store: dist.Store) -> list[list[Any]]:
-        """Return who has signed on with this job's signature: number, incarnation, address of its liveness socket."""
-        if not store.check(["registry"]):
-            return []
-        lines = bytes(store.get("registry")).decode().splitlines()
-        entries = (self._signer.verified_text(line, "registry") for line in lines)
-        return [json.loads(entry) for entry in entries if entry is not None]
+    def _beat(self, store: SignedStore) -> None:
+        """Write this worker's entry, unless a later process has written there."""
+        standing = self._understood(store.read(beat_key(self.worker)))
+        if standing is not None and standing.incarnation != self.incarnation and standing.started >= self._mine.started:
+            if self._mine.number:
+                self.replaced = True
+                return
+            self._mine = Beat(self.worker, self.incarnation, standing.started + 1, address=self._mine.address)
+        self._mine = self._mine.next(waiting=self.waiting)
+        store.set(beat_key(self.worker), self._mine.pack())
+
+    def _understood(self, text: str | None) -> Beat | None:
+        return self._signer.understood(lambda: Beat.unpack(text)) if text is not None else None
+
+    def _tell_ignored(self) -> None:
+        """Warn, once in a while, that entries are ignored."""
+        ignored = self._signer.ignored + sum(heard.again for heard in self._heard.values())
+        if ignored > self._told and time.monotonic() - self._told_at > _TOLD_S:
+            _logger.warning(
+                "%d entries of the store were ignored: they cannot be read, do not bear this job's signature, or were "
+                "written long ago. Somebody else writes to the store%s.",
+                ignored - self._told,
+                ", or the clocks of two machines are far apart" if self._signer.secret else "",
+            )
+            self._told, self._told_at = ignored, time.monotonic()
 
 
-def _key(worker: int) -> str:
-    return f"beat/{worker}"
+def announce_death(store: SignedStore, signer: Signer, worker: int) -> None:
+    """Write into the store that a worker was seen to die, so that nobody waits for its beat."""
+    text = store.read(beat_key(worker))
+    beat = signer.understood(lambda: Beat.unpack(text)) if text is not None else None
+    if beat is not None:
+        store.set(beat_key(worker), beat.next(state="gone").pack())
+
+
+def _named(error: Exception) -> str:
+    return str(error) if isinstance(error, StoreLostError) else f"The heart-beat failed ({error!r})."

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-
-import torch.distributed as dist
 
 from cadenza.common.wording import name_workers
 from cadenza.errors import NobodyLeftError, StoreLostError, TransportError
@@ -33,18 +30,20 @@ class Latecomer:
         while True:
             call = summons()
             if call is not None and (after is None or call > after):
-                self._wait_no_more()
+                heartbeat.waiting = False
                 return call
             time.sleep(_LOOK_S)
             if time.monotonic() < look_at:
                 continue
-            look_at = time.monotonic() + heartbeat.tick_s  # what follows asks the store of every worker
+            look_at = time.monotonic() + heartbeat.tick_s  # what follows asks the store
             if self._is_known_to_someone():
                 known_since = time.monotonic()
             elif time.monotonic() - known_since > self._patience.grace_s:
+                here = name_workers({worker, *heartbeat.alive()})
                 raise NobodyLeftError(
-                    f"Of {name_workers(heartbeat.alive())}, who are there, none has trained yet, and those who have "
-                    "are gone. Start all of them anew, from a checkpoint."
+                    f"Of {here}, who are there, none has trained yet, and those who have are gone. Start all of them "
+                    "anew, from a checkpoint and under another name (CADENZA_JOB, or join(job=…)): under this one the "
+                    "store still knows the rounds that are lost."
                 )
             if self._is_over():
                 raise TransportError(f"Worker {worker} came too late: the others have finished.")
@@ -55,24 +54,9 @@ class Latecomer:
 
     def _is_known_to_someone(self) -> bool:
         """Say whether anyone who is there may have the state; this worker makes known that it has not."""
-        worker, mine = self._membership.worker, self._membership.heartbeat.incarnation
-
-        def look(store: dist.Store) -> bool:
-            store.set(f"waiting/{worker}", mine)
-            alive = self._membership.heartbeat.alive()
-            keys = {other: f"waiting/{other}" for other in alive}
-            return any(
-                not store.check([key]) or bytes(store.get(key)).decode() != alive[other] for other, key in keys.items()
-            )
-
-        try:
-            return self._connection.call(look)
-        except StoreLostError:
-            return True
-
-    def _wait_no_more(self) -> None:
-        with suppress(StoreLostError):
-            self._connection.call(lambda store: store.set(f"waiting/{self._membership.worker}", ""))
+        heartbeat = self._membership.heartbeat
+        heartbeat.waiting = True
+        return not heartbeat.connected or any(not beat.waiting for beat in heartbeat.alive().values())
 
     def _is_over(self) -> bool:
         try:

@@ -20,6 +20,7 @@ harm: the next beats show that the worker is alive, and it is connected again.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import selectors
 import socket
 import threading
@@ -32,6 +33,7 @@ from typing import Self
 __all__ = ["LivenessSockets"]
 
 _MOST = 1024  # connections that are accepted; more would come from strangers
+_MOST_OF_A_HOST = 256
 _AGAIN_S = 2.0  # until a connection that could not be made is tried again
 
 Peer = tuple[int, str]  # number and incarnation
@@ -63,7 +65,7 @@ class LivenessSockets:
         self._connections: dict[Peer, socket.socket] = {}
         self._tried_at: dict[Peer, float] = {}
         self.watched: frozenset[Peer] = frozenset()
-        self._accepted: set[socket.socket] = set()
+        self._accepted: dict[socket.socket, str] = {}  # with the hosts from which they come
         self._ended = False
         self._thread = threading.Thread(target=self._serve, name="cadenza liveness", daemon=True)
         self._thread.start()
@@ -120,19 +122,21 @@ class LivenessSockets:
                 connection.recv(4096)
         elif events & selectors.EVENT_WRITE and peer is not None:
             self._made(connection, peer)
+        elif peer is None:  # it has ended, or it speaks: then it is a stranger, and is not listened to
+            self._let_go(connection, None)
         elif _has_ended(connection):
             self._let_go(connection, peer)
-            if peer is not None:
-                self._died(*peer)
+            self._died(*peer)
 
     def _accept(self) -> None:
         with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if len(self._accepted) >= _MOST:
+            connection, address = self._listener.accept()
+            of_host = sum(host == address[0] for host in self._accepted.values())
+            if len(self._accepted) >= _MOST or of_host >= _MOST_OF_A_HOST:
                 connection.close()
                 return
             connection.setblocking(False)
-            self._accepted.add(connection)
+            self._accepted[connection] = address[0]
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _connect(self) -> None:
@@ -146,15 +150,9 @@ class LivenessSockets:
             if now - self._tried_at.get(peer, -_AGAIN_S) < _AGAIN_S:
                 continue
             self._tried_at[peer] = now
-            host, _, port = wanted[peer].rpartition(":")
-            host = host.strip("[]")
-            connection = socket.socket(_family(host), socket.SOCK_STREAM)
-            connection.setblocking(False)
-            if connection.connect_ex((host, int(port))) not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-                connection.close()
-                continue
-            self._connections[peer] = connection
-            self._selector.register(connection, selectors.EVENT_WRITE, peer)
+            if (connection := _begin(wanted[peer])) is not None:
+                self._connections[peer] = connection
+                self._selector.register(connection, selectors.EVENT_WRITE, peer)
 
     def _made(self, connection: socket.socket, peer: Peer) -> None:
         """Watch a connection that has been made, or forget one that could not be: that is no sign of death."""
@@ -168,10 +166,26 @@ class LivenessSockets:
     def _let_go(self, connection: socket.socket, peer: Peer | None) -> None:
         self._selector.unregister(connection)
         connection.close()
-        self._accepted.discard(connection)
+        self._accepted.pop(connection, None)
         if peer is not None:
             self._connections.pop(peer, None)
             self.watched -= {peer}
+
+
+def _begin(address: str) -> socket.socket | None:
+    """Begin to connect to an address of numbers, whatever somebody has written there."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    connection = socket.socket(_family(host), socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        ipaddress.ip_address(host)  # a name would be looked up, and that waits
+        if connection.connect_ex((host, int(port))) in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+            return connection
+    except (ValueError, OverflowError, OSError):
+        pass
+    connection.close()
+    return None
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 
@@ -40,6 +41,7 @@ class Membership:
         self.worker, self.workers, self.job = worker, workers, job
         self.signer = Signer(job, secret=secret)
         self._address = address
+        self._who = f"{worker} {secrets.token_hex(8)}"
         self.heartbeat = Heartbeat(self.connection(), worker, self.signer, lease_s=lease_s)
         deadline = time.monotonic() + wait_s
         while True:
@@ -55,7 +57,7 @@ class Membership:
 
     def connection(self) -> StoreConnection:
         """Return a new connection to the store; a thread that waits on it keeps no other one waiting."""
-        return StoreConnection(self._address, prefix=f"cadenza/{self.job}")
+        return StoreConnection(self._address, self.signer, who=self._who)
 
     def close(self) -> None:
         """Sign off: the others do not wait for this worker any more."""

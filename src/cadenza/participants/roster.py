@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from cadenza.common.wording import name_workers
 from cadenza.errors import CadenzaError
@@ -20,10 +20,11 @@ __all__ = ["Arrival", "Roster", "RoundNotHeldError", "propose"]
 class RoundNotHeldError(CadenzaError):
     """No round can be held; says why. Nothing was changed."""
 
-    def __init__(self, reason: str, *, absent: Sequence[int] = (), behind: bool = False) -> None:
+    def __init__(self, reason: str, *, absent: Sequence[int] = (), behind: bool = False, over: bool = False) -> None:
         super().__init__(reason)
         self.absent = tuple(absent)
         self.behind = behind
+        self.over = over
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Arrival:
         generation: The process group that works for it; empty if none does.
         settled: Whether it holds the result of this very step's round, so that none is needed at the end of a run.
         here: False if it has given up waiting.
+        called: Whether it came because others were said to hold the round, and not by steps of its own.
     """
 
     worker: int
@@ -52,6 +54,7 @@ class Arrival:
     generation: str = ""
     settled: bool = False
     here: bool = True
+    called: bool = False
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -59,7 +62,12 @@ class Arrival:
     @classmethod
     def unpack(cls, text: str) -> Arrival:
         told = json.loads(text)
-        return cls(**{**told, "last": tuple(told["last"])})
+        arrival = cls(**{**told, "last": _whole_numbers(told["last"])})
+        _whole_numbers([arrival.worker, arrival.rounds])
+        for name in ("incarnation", "chain", "terms", "generation"):
+            if not isinstance(getattr(arrival, name), str):
+                raise TypeError(f"{name} is no text")
+        return replace(arrival, late_s=float(arrival.late_s))
 
     @property
     def new(self) -> bool:
@@ -101,11 +109,22 @@ class Roster:
     @classmethod
     def unpack(cls, text: str) -> Roster:
         told = json.loads(text)
-        for name in ("members", "incarnations", "behind", "absent"):
-            told[name] = tuple(told[name])
+        for name in ("members", "behind", "absent"):
+            told[name] = _whole_numbers(told[name])
+        told["incarnations"] = tuple(map(str, told["incarnations"]))
         for name in ("turned_away", "late"):
             told[name] = {int(key): value for key, value in (told[name] or {}).items()}
-        return cls(**told)
+        roster = cls(**told)
+        if len(roster.incarnations) != len(roster.members) or (roster.members and roster.leader not in roster.members):
+            raise ValueError("this is no roster")
+        return replace(roster, decided_at=float(roster.decided_at))
+
+
+def _whole_numbers(values: Sequence[object]) -> tuple[int, ...]:
+    found = tuple(value for value in values if type(value) is int and value >= 0)
+    if len(found) != len(values):
+        raise ValueError(f"these are no whole numbers from 0: {values!r}")
+    return found
 
 
 def propose(
@@ -148,6 +167,8 @@ def propose(
         missing = last - members
     if missing and not time_is_up:
         return None
+    if veterans and all(arrival.called for arrival in veterans):
+        raise RoundNotHeldError("of those who came, nobody has come to this step by its own steps")
     absent = tuple(sorted((missing | last) - members))
     if not members or not policy.enough(members, last):
         reason = f"only {name_workers(members)} came, of {name_workers(last)}"

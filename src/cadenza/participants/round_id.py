@@ -23,7 +23,10 @@ class RoundId:
 
     @classmethod
     def parse(cls, text: str) -> RoundId:
-        return cls(*map(int, text.split(".")))
+        step, phase, fragment = map(int, text.split("."))
+        if min(step, phase, fragment) < 0:
+            raise ValueError(f"A round has a step, a phase and a fragment, none below 0; got {text!r}.")
+        return cls(step, phase, fragment)
 
     def __str__(self) -> str:
         return f"{self.step}.{self.phase}.{self.fragment}"

@@ -30,7 +30,7 @@ class SignedTransport(Above):
             found = []
             for member, place, reply in zip(self.members, places, replies(), strict=True):
                 data, signature = reply[:-MAC_BYTES], reply[-MAC_BYTES:]
-                if self._signer.sign(data, place) != signature:
+                if not self._signer.is_right(signature, data, place):
                     raise TransportError(f"Worker {member} does not know this job's secret: its header has no signer.")
                 found.append(data)
             return found

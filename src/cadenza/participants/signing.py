@@ -1,6 +1,6 @@
 """A shared secret: what bears its signature was written by a worker of this job, for this place, and was not changed.
 
-Without a secret it signs with the the job's name, which keeps jobs apart that share a store by mistake.
+Without a secret it signs with the job's name alone, which keeps jobs apart that share a store by mistake.
 
 >>> signer = Signer("job 7", secret="our word")
 >>> signer.verified_text(signer.sign_text("hello", "round 1"), "round 1")
@@ -13,30 +13,59 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
+from typing import TypeVar
 
 __all__ = ["Signer"]
 
 MAC_BYTES = 16
 
+T = TypeVar("T")
+
 
 class Signer:
-    """Signs texts and bytes with the job's secret; a signature belongs to a place, and is worth nothing elsewhere."""
+    """Signs texts and bytes with the job's secret; a signature belongs to a place, and is worth nothing elsewhere.
+
+    Attributes:
+        job: What tells this job from others that use the store.
+        secret: Whether there is a secret.
+        space: A name for all that know the secret: they write below it, and do not disturb those with another one.
+        ignored: How many entries were ignored: they bear no right signature, or cannot be read.
+    """
 
     def __init__(self, job: str, *, secret: str | None) -> None:
+        self.job = job
         self.secret = secret is not None
+        self.ignored = 0
         self._key = hashlib.blake2b((secret or "").encode(), digest_size=32, person=b"cadenza seal").digest()
-        self._job = job
+        self.space = self.sign(b"", "space").hex()[:8] if self.secret else "open"
 
     def sign(self, data: bytes, place: str) -> bytes:
         """Return the signature of data at a place."""
-        told = f"{len(self._job)} {self._job} {len(place)} {place} ".encode() + data
+        told = f"{len(self.job)} {self.job} {len(place)} {place} ".encode() + data
         return hmac.new(self._key, told, hashlib.sha256).digest()[:MAC_BYTES]
+
+    def is_right(self, signature: bytes, data: bytes, place: str) -> bool:
+        """Tell whether a signature is that of data at a place."""
+        return hmac.compare_digest(signature, self.sign(data, place))
 
     def sign_text(self, text: str, place: str) -> str:
         """Return a text with its signature."""
         return f"{self.sign(text.encode(), place).hex()} {text}"
 
-    def verified_text(self, signed: str, place: str) -> str | None:
-        """Return the text without its signature, or None if that is not right."""
-        signature, _, text = signed.partition(" ")
-        return text if hmac.compare_digest(signature, self.sign(text.encode(), place).hex()) else None
+    def verified_text(self, signed: str | bytes, place: str) -> str | None:
+        """Return the text without its signature, or None, and count it, if that is not right; whatever was written."""
+        data = signed.encode(errors="surrogatepass") if isinstance(signed, str) else signed
+        signature, _, text = data.partition(b" ")
+        if hmac.compare_digest(signature, self.sign(text, place).hex().encode()):
+            return self.understood(lambda: text.decode())
+        self.ignored += 1
+        return None
+
+    def understood(self, read: Callable[[], T]) -> T | None:
+        """Return what can be read, or None, and count it: another version, or a stranger where there is no secret."""
+        try:
+            return read()
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
+            self.ignored += 1
+            return None

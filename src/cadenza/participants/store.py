@@ -22,10 +22,14 @@ import torch.distributed as dist
 
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
 from cadenza.participants.name_lookup import limit_name_lookups
+from cadenza.participants.signed_store import SignedStore
+from cadenza.participants.signing import Signer
 
-__all__ = ["StoreConnection", "append", "local_end", "parse_address", "serve", "wait_for"]
+__all__ = ["StoreConnection", "local_end", "parse_address", "serve", "wait_for"]
 
 T = TypeVar("T")
+
+_Task = tuple[Callable[[SignedStore], object], "Future[object]"]
 
 _CONNECT_S = 3.0  # more than `limit_name_lookups` allows a name server
 _CALL_S = 5.0
@@ -36,29 +40,48 @@ def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
 
     Where name servers are slow, the process of ``python -m cadenza.membership`` is the better place: it asks none.
 
+    Args:
+        port: Where it listens.
+        host: The one address at which it listens; "0.0.0.0" for all that this host has.
+
+    Raises:
+        OSError: The port is taken, or the address is none of this host's.
+
     >>> store = serve(host="127.0.0.1")
     >>> store.port > 0
     True
     """
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    # Torch would listen at every address, whatever host is given.
+    listener = socket.create_server((host, port), family=_family(host), backlog=1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class StoreConnection:
     """A connection to the store, made when it is needed and made anew when it was lost.
 
     >>> store = serve(host="127.0.0.1")
-    >>> connection = StoreConnection(f"127.0.0.1:{store.port}", prefix="example")
-    >>> connection.call(lambda store: store.add("count", 2))
-    2
+    >>> connection = StoreConnection(f"127.0.0.1:{store.port}", Signer("example", secret=None))
+    >>> connection.call(lambda store: store.compare_set("color", "", "green"))
+    b'green'
+
+    Args:
+        address: The store's "host:port".
+        signer: What signs and verifies; it also says where in the store the job's entries are.
+        who: What tells this client from others, where they are counted.
     """
 
-    def __init__(self, address: str, *, prefix: str) -> None:
+    def __init__(self, address: str, signer: Signer, *, who: str = "") -> None:
         self._host, self._port = parse_address(address)
-        self._prefix = prefix
-        self._work: queue.SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]] | None = None
+        self._signer, self._who = signer, who
+        self._work: queue.SimpleQueue[_Task] | None = None
         self._lock = threading.Lock()
 
-    def call(self, function: Callable[[dist.Store], T], *, timeout_s: float = _CALL_S) -> T:
+    def call(self, function: Callable[[SignedStore], T], *, timeout_s: float = _CALL_S) -> T:
         """Return what the function makes of the store.
 
         Raises:
@@ -68,7 +91,7 @@ class StoreConnection:
         with self._lock:
             if self._work is None:
                 self._work = queue.SimpleQueue()
-                arguments = (self._host, self._port, self._prefix, self._work)
+                arguments = (self._open, self._work)
                 threading.Thread(target=_attend, args=arguments, name="cadenza store", daemon=True).start()
             work = self._work
         work.put((function, future))
@@ -95,7 +118,16 @@ class StoreConnection:
         if work is not None:
             work.put((_end, Future()))
 
-    def _give_up(self, work: queue.SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]]) -> None:
+    def _open(self) -> SignedStore:
+        socket.create_connection(
+            (self._host, self._port), _CONNECT_S
+        ).close()  # fails in silence, where torch would not
+        client = dist.TCPStore(self._host, self._port, None, False, timeout=timedelta(seconds=_CONNECT_S))
+        shared = dist.PrefixStore(f"cadenza/{self._signer.job}", client)
+        below = dist.PrefixStore(self._signer.space, shared)
+        return SignedStore(below, self._signer, who=self._who, shared=shared)
+
+    def _give_up(self, work: queue.SimpleQueue[_Task]) -> None:
         with self._lock:
             if self._work is work:
                 self._work = None
@@ -109,26 +141,20 @@ class _EndError(Exception):
     """Ends a connection's thread."""
 
 
-def _end(_: dist.Store) -> None:
+def _end(_: SignedStore) -> None:
     raise _EndError
 
 
-def _attend(
-    host: str, port: int, prefix: str, work: queue.SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]]
-) -> None:
+def _attend(open_store: Callable[[], SignedStore], work: queue.SimpleQueue[_Task]) -> None:
     """Make calls on one connection until it fails."""
     limit_name_lookups()
-    store: dist.Store | None = None
+    store: SignedStore | None = None
     while True:
         function, future = work.get()
         if function is _end:
             return
         try:
-            if store is None:
-                socket.create_connection((host, port), _CONNECT_S).close()  # fails in silence, where torch would not
-                client = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=_CONNECT_S))
-                store = dist.PrefixStore(prefix, client)
-                del client
+            store = store or open_store()
             future.set_result(function(store))
         except CadenzaError as error:
             future.set_exception(error)
@@ -142,24 +168,16 @@ def _attend(
         del function, future
 
 
-def append(store: dist.Store, key: str, text: str) -> None:
-    """Add text to what stands under a key, at once, whoever else does so too."""
-    store.append(key, text)  # type: ignore[attr-defined]
-
-
-def wait_for(store: dist.Store, key: str, seconds: float) -> bytes | None:
-    """Return what stands under a key, looking again and again for a while; None if nothing does.
-
-    The store's own `wait` would wake up sooner, but writes to standard error whenever its time runs out.
-    """
+def wait_for(store: SignedStore, key: str, seconds: float) -> str | None:
+    """Return what stands under a key, looking again and again for a while; None if nothing does."""
     deadline = time.monotonic() + seconds
     pause_s = 0.001
-    while not store.check([key]):
+    while (text := store.read(key)) is None:
         if time.monotonic() >= deadline:
             return None
         time.sleep(pause_s)
         pause_s = min(0.02, 1.5 * pause_s)
-    return bytes(store.get(key))
+    return text
 
 
 def local_end(target: str) -> str:

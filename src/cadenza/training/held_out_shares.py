@@ -21,7 +21,6 @@ from typing import Protocol
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
-from cadenza.participants.store import append
 from cadenza.training.connections import Connection
 
 __all__ = ["Evaluation", "Shares", "StoreShares"]
@@ -73,7 +72,7 @@ class StoreShares:
         """Make this worker's share known to the first of the members."""
         text = json.dumps([self._worker, total, count])
         with suppress(StoreLostError):
-            self._connection.call(lambda store: append(store, _key(step), text + "\n"))
+            self._connection.call(lambda store: _append(store, _key(step), text))
             if self._worker == min(members):
                 self._pending.append(_Pending(step, members, time.monotonic() + self._patience_s))
 
@@ -109,11 +108,20 @@ def _read(store: dist.Store, pending: _Pending) -> dict[int, tuple[float, float]
     key = _key(pending.step)
     if not store.check([key]):
         return {}
-    found = [json.loads(line) for line in bytes(store.get(key)).decode().splitlines()]
-    shares = {int(worker): (float(total), float(count)) for worker, total, count in found}
+    shares = {}
+    for line in bytes(store.get(key)).splitlines():
+        with suppress(ValueError, TypeError):  # of somebody else
+            worker, total, count = json.loads(line)
+            if worker in pending.members:
+                shares[int(worker)] = (float(total), float(count))
     if shares.keys() >= set(pending.members):
         store.delete_key(key)
     return shares
+
+
+def _append(store: dist.Store, key: str, text: str) -> None:
+    """Add a line to what stands under a key, at once, whoever else does so too."""
+    store.append(key, f"{text}\n")  # type: ignore[attr-defined]
 
 
 def _key(step: int) -> str:

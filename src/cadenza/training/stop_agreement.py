@@ -91,7 +91,8 @@ class StopAgreement:
 
 def _posted(store: dist.Store, workers: set[int]) -> dict[int, int]:
     keys = {worker: _step_key(worker) for worker in workers}
-    return {worker: int(store.get(key)) for worker, key in keys.items() if store.check([key])}
+    told = {worker: bytes(store.get(key)) for worker, key in keys.items() if store.check([key])}
+    return {worker: int(text) for worker, text in told.items() if text.isdigit()}
 
 
 def _step_key(worker: int) -> str:

@@ -289,6 +289,12 @@ def _machine() -> bytes | None:
     return hashlib.blake2b(boot + str(network).encode(), digest_size=16).digest()
 
 
+def _is_own_user(peer: socket.socket) -> bool:
+    """Tell whether a process of this user, or of root, is at the other end: every user can reach abstract sockets."""
+    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", told)[1] in (0, os.geteuid())
+
+
 def _address(secret: bytes) -> str:
     """Return an abstract socket address: it leaves no file behind, whatever happens."""
     return "\0cadenza-" + hashlib.blake2b(secret, digest_size=16).hexdigest()
@@ -308,6 +314,9 @@ def _meet(
         peers[other] = peer
     while len(peers) < count - 1:
         peer = resources.enter_context(listener.accept()[0])
+        if not _is_own_user(peer):
+            peer.close()
+            continue
         peer.settimeout(_SET_UP_S)
         greeting = peer.recv(_GREETING.size, socket.MSG_WAITALL)
         if len(greeting) != _GREETING.size:
