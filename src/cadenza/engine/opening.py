@@ -13,6 +13,7 @@ from cadenza.errors import (
     DisagreementError,
     NotFiniteError,
     RoundAbortedError,
+    RoundError,
     TransportError,
     UnsupportedTensorError,
 )
@@ -29,7 +30,7 @@ _MEND_STEPS = (
     "on one alone; resume all ranks from the same checkpoint"
 )
 
-__all__ = ["Scales", "abandoning", "open_round", "text_of_first", "unsent"]
+__all__ = ["Scales", "abandoning", "failing_as_round", "open_round", "text_of_first", "unsent"]
 
 
 def open_round(
@@ -111,6 +112,18 @@ def abandoning(transport: Transport) -> Iterator[None]:
     except BaseException:
         transport.abandon()
         raise
+
+
+@contextmanager
+def failing_as_round(step: int) -> Iterator[None]:
+    """Let a failure of the transport, wherever it happens in a round, be the RoundError that callers are promised."""
+    try:
+        yield
+    except TransportError as error:
+        raise RoundError(
+            f"The round at step {step} failed on its way, and ranks may hold different values now. Restore all of them "
+            f"from a checkpoint. {error}"
+        ) from error
 
 
 def _disagreement(

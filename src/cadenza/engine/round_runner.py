@@ -20,7 +20,7 @@ from cadenza.engine.header import Header, mark
 from cadenza.engine.in_place_mean import average_in_place
 from cadenza.engine.landing import Landing
 from cadenza.engine.layout import Layout
-from cadenza.engine.opening import Scales
+from cadenza.engine.opening import Scales, failing_as_round
 from cadenza.engine.pending import PendingRound
 from cadenza.engine.replica import Replica
 from cadenza.engine.reporting import Reporter
@@ -51,12 +51,16 @@ class RoundRunner:
         """Land the rounds whose time has come."""
         for fragment in [f for f, pending in self._state.pending.items() if pending.land_at <= self._state.clock]:
             pending = self._state.pending.pop(fragment)
-            self._replica.level_state(pending.level, fragment).learn_drift(self._landing.land(pending))
+            with failing_as_round(pending.step):
+                drift = self._landing.land(pending)
+            self._replica.level_state(pending.level, fragment).learn_drift(drift)
 
     def land_all(self) -> None:
         """Land what is in flight."""
         for fragment in sorted(self._state.pending):
-            self._landing.land(self._state.pending.pop(fragment))
+            pending = self._state.pending.pop(fragment)
+            with failing_as_round(pending.step):
+                self._landing.land(pending)
 
     def launch_due(self, n: int, *, after: int = -1) -> None:
         """Run the rounds that are due after local step `n`, of the fragments after a given one."""
@@ -127,9 +131,10 @@ class RoundRunner:
         for fragment in range(self._state.fragment_count):
             state = self._replica.level_state(len(self._strategy.levels) - 1, fragment)
             own = checksum(*state.anchors).to_bytes(8, "little")
-            if len(set(outermost.transport.exchange(own)())) > 1:
-                state.take_from(outermost.transport, source=0)
-                self._replica.layout(fragment).unpack(state.anchors)
+            with failing_as_round(self._state.clock):
+                if len(set(outermost.transport.exchange(own)())) > 1:
+                    state.take_from(outermost.transport, source=0)
+                    self._replica.layout(fragment).unpack(state.anchors)
 
     def close(self) -> None:
         """Let go of the thread and of rounds in flight."""
@@ -141,6 +146,10 @@ class RoundRunner:
 
     def run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         """Launch a round and, without a delay, land it; return its drift if that is known already."""
+        with failing_as_round(self._state.clock):
+            return self._run(number, fragment, delay=delay, alpha=alpha)
+
+    def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         started = time.perf_counter()
         if number == len(self._strategy.levels) - 1:
             self._replica.welcome(fragment)

@@ -7,7 +7,6 @@ stands.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from cadenza.common.wording import name_workers
@@ -17,14 +16,12 @@ from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.latest_round import LatestRound
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
+from cadenza.participants.round_index import note_round
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection, wait_for
-from cadenza.participants.vote import VOTE_KEYS
 
-__all__ = ["KEPT", "Assembly", "clean_up", "obeyed"]
-
-KEPT = 4  # rounds whose keys stay, for those who come late
+__all__ = ["Assembly", "obeyed"]
 
 
 class Assembly:
@@ -124,7 +121,10 @@ class Assembly:
         def announce(store: SignedStore) -> RoundId:
             if store.check(["finished"]):
                 raise RoundNotHeldError("the others have finished", behind=True, over=True)
-            return LatestRound(self._signer).raise_to(store, self._round)
+            latest = LatestRound(self._signer).raise_to(store, self._round)
+            if latest == self._round:
+                note_round(store, self._round, members=len(self._heartbeat.known()))
+            return latest
 
         latest = self._connection.call(announce)
         self._heartbeat.note(latest)
@@ -196,14 +196,3 @@ def obeyed(roster: Roster, me: Arrival) -> Roster:
         f"{max(0.0, time.time() - roster.decided_at):.2f} s too late",
         behind=True,
     )
-
-
-def clean_up(store: SignedStore, held: Sequence[tuple[str, int]]) -> None:
-    """Delete what old rounds, each with so many members, and their groups have left in the store."""
-    for base, members in held[:-KEPT]:
-        votes = [f"{vote}/{key}" for vote in ("vote", "assembled", "joining/assembled") for key in VOTE_KEYS]
-        for key in ("arrivals", "roster", *votes):
-            store.delete_key(f"{base}/{key}")
-        for position in range(members):
-            store.delete_key(f"{base}/group/0/{position}")
-            store.delete_key(f"{base}/joining/group/0/{position}")

@@ -23,7 +23,7 @@ from cadenza.errors import (
     TurnedAwayError,
 )
 from cadenza.faults import FaultPolicy
-from cadenza.participants.assembly import KEPT, Assembly, clean_up
+from cadenza.participants.assembly import Assembly
 from cadenza.participants.base import Admission, FailedRound, SharedState
 from cadenza.participants.generation import Generation, assemble
 from cadenza.participants.latecomer import Latecomer
@@ -83,7 +83,6 @@ class ElasticParticipants:
         self._chain = ""
         self._late_s = 0.0
         self._usual_s: float | None = None
-        self._held: list[tuple[str, int]] = []
         self._losses = 0
         self._tried: RoundId | None = None
         self._called: RoundId | None = None
@@ -215,10 +214,6 @@ class ElasticParticipants:
 
     def _form(self, roster: Roster, round: RoundId) -> None:
         """Have a process group of the roster's members."""
-        self._held.append((f"round/{round}", len(roster.members)))
-        if self.worker == roster.leader:
-            self._connections[0].call(lambda store: clean_up(store, self._held))
-        self._held = self._held[-KEPT:]
         self._roster = roster
         if not roster.keep or self._generation is None:
             self._part()

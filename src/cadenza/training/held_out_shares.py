@@ -85,12 +85,17 @@ class StoreShares:
                 shares = self._shares(pending)
                 if shares.keys() >= set(pending.members) or self._looked > pending.deadline:
                     self._pending.remove(pending)
+                    self._forget(pending)
                     found += _mean(pending.step, shares)
             if self._pending and wait:
                 time.sleep(0.02)
             elif not wait:
                 break
         return found
+
+    def _forget(self, pending: _Pending) -> None:
+        with suppress(StoreLostError):
+            self._connection.call(lambda store: store.delete_key(_key(pending.step)))
 
     def _shares(self, pending: _Pending) -> dict[int, tuple[float, float]]:
         try:
@@ -114,8 +119,6 @@ def _read(store: dist.Store, pending: _Pending) -> dict[int, tuple[float, float]
             worker, total, count = json.loads(line)
             if worker in pending.members:
                 shares[int(worker)] = (float(total), float(count))
-    if shares.keys() >= set(pending.members):
-        store.delete_key(key)
     return shares
 
 

@@ -191,7 +191,7 @@ def train(
     strategy = cadenza.diloco(period=5, faults=cadenza.shrink(grace_s=10.0, first_s=60.0))
     sync = cadenza.attach(model, optimizer, strategy, membership=membership, observers=[told.append])
     taken = 0
-    while sync.clock < 60:
+    while sync.clock < 40:
         model(torch.randn(4, 2, generator=worker.generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -233,7 +233,7 @@ def test_training_is_right_and_goes_on_while_a_stranger_writes_wherever_he_can()
     finally:
         over.set()
         attack.join()
-    assert all(taken >= 40 for taken, _, _ in found), "nobody jumps to a step that a stranger has named"
-    assert all(rounds[-1] == 60 and len(rounds) >= 6 for _, rounds, _ in found), "rounds are held, to the end"
+    assert all(taken >= 20 for taken, _, _ in found), "nobody jumps to a step that a stranger has named"
+    assert all(rounds[-1] == 40 and len(rounds) >= 4 for _, rounds, _ in found), "rounds are held, to the end"
     assert all(torch.equal(found[0][2], weight) for _, _, weight in found)
     assert all(member.signer.ignored for member in memberships.values()), "and what he wrote is counted"
