@@ -13,12 +13,14 @@ commits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from cadenza.codecs import Codec, CombiningCodec
 from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, sparse_messages
+from cadenza.engine.tally import Tally
+from cadenza.errors import CadenzaError, TransportError
 from cadenza.transports import Lane, Transport
 
 _SAMPLE = 1 << 16  # values by which it is told what encoding loses of all
@@ -105,8 +107,12 @@ def exchange_mean(
     *,
     weights: Sequence[float],
     residual: Residual | None = None,
+    verify: bool = False,
 ) -> Exchanged:
-    """Replace the values by their weighted sum over the members, in place; `weights` has one for each member."""
+    """Replace the values by their weighted sum over the members, in place; `weights` has one for each member.
+
+    With `verify`, encoded messages that were damaged on their way are a TransportError.
+    """
     done = Exchanged(raw_bytes=values.numel() * values.element_size())
     if not values.numel():
         return done
@@ -114,9 +120,17 @@ def exchange_mean(
         _exchange_exact(values, transport, weights[transport.position], done)
         return done
     if codec.sparse:
-        _Sparse(values, transport, codec, weights, residual, done).run()
+        way: _Way = _Sparse(values, transport, codec, weights, residual, done)
     else:
-        _Encoded(values, transport, codec, weights, residual, done).run()
+        way = _Encoded(values, transport, codec, weights, residual, done)
+    way.tally = Tally(len(transport.members), on=verify and len(transport.members) > 1)
+    try:
+        way.run()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if verify and not isinstance(error, CadenzaError):  # of a damaged message places may lie outside
+            raise TransportError(f"What was received cannot be decoded: it was damaged on its way. {error}") from error
+        raise
+    done.bytes_sent += way.tally.compare(transport)
     return done
 
 
@@ -181,6 +195,10 @@ class _Way:
     weights: Sequence[float]
     residual: Residual | None
     done: Exchanged
+    tally: Tally = field(default_factory=lambda: Tally(0, on=False))
+
+    def run(self) -> None:
+        raise NotImplementedError
 
 
 @dataclass
@@ -227,6 +245,7 @@ class _Encoded(_Way):
                 back = _decoded(self.codec, outgoing[member], self._two[:row])
                 lost = torch.sub(values, back, out=back)
                 put(self.residual.next_own, at, lost.mul_(self.codec.feedback or 0.0))
+            self.tally.sent(member, outgoing[member])
         lane.launch_scatter()
         self.done.encoded_bytes += self._members * size
         self.done.bytes_sent += (self._members - 1) * (size + self.codec.back.encoded_bytes(row))
@@ -234,7 +253,8 @@ class _Encoded(_Way):
     def _reduce_share(self, item: int, lane: Lane) -> None:
         _, row = self._rows[item]
         total = self._one[:row].zero_()
-        for encoded, weight in zip(lane.scattered(), self.weights, strict=True):
+        for member, (encoded, weight) in enumerate(zip(lane.scattered(), self.weights, strict=True)):
+            self.tally.received(member, encoded)
             self.codec.decode_add(encoded, total, weight)
         at = sum(earlier for _, earlier in self._rows[:item])
         if self.residual is not None:
@@ -246,11 +266,13 @@ class _Encoded(_Way):
             back = _decoded(self.codec.back, outgoing, self._two[:row])
             lost = torch.sub(total, back, out=back)
             self.residual.next_share[at : at + row] = lost.mul_(self.codec.feedback or 0.0)
+        self.tally.sent_to_all(outgoing)
         lane.launch_gather()
 
     def _receive(self, item: int, lane: Lane) -> None:
         start, row = self._rows[item]
         for member, encoded in enumerate(lane.gathered()):
+            self.tally.received_by_all(member, encoded)
             at = start + member * row
             place = self.values[at : at + row]
             if place.dtype == torch.float32 and place.numel() == row:
@@ -296,16 +318,19 @@ class _Sparse(_Way):
         self._losses.count(values, lost)
         if self.residual is not None:
             self._next_own[item].copy_(lost.mul_(self.codec.feedback or 0.0))
+        self.tally.sent_to_all(outgoing)
         lane.launch_gather()
         self.done.encoded_bytes += size
         self.done.bytes_sent += (len(self.weights) - 1) * size
 
     def _receive(self, item: int, lane: Lane) -> None:
         total = torch.zeros(self._parts[item].numel(), dtype=torch.float32, device=self._parts[item].device)
-        codec = self._codecs[item]
+        codec, messages = self._codecs[item], list(lane.gathered())
+        for member, encoded in enumerate(messages):
+            self.tally.received_by_all(member, encoded)
         if isinstance(codec, CombiningCodec):
-            codec.combine(list(lane.gathered()), total, self.weights)
+            codec.combine(messages, total, self.weights)
         else:
-            for encoded, weight in zip(lane.gathered(), self.weights, strict=True):
+            for encoded, weight in zip(messages, self.weights, strict=True):
                 codec.decode_add(encoded, total, weight)
         self._parts[item].copy_(total)

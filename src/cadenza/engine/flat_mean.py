@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from zlib import crc32
 import torch
 
 from cadenza.codecs import Codec, fp32
+from cadenza.common.norms import norm_squared
 from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.engine.header import HEADER_BYTES, Header
 from cadenza.engine.measuring import Meter
@@ -22,6 +24,10 @@ from cadenza.participants.level_group import LevelGroup
 from cadenza.transports import Transport
 
 __all__ = ["FlatRound", "average_flat"]
+
+_LOSSY = 4.0  # times its norm may be what a codec makes of a contribution
+_FED_BACK = 1e3  # where what was lost in earlier rounds is added
+_TINY = 1e-20
 
 
 @dataclass
@@ -101,19 +107,36 @@ def _exchange(work: FlatRound, group: LevelGroup, header: Header, result: RoundR
         residual = work.residuals[i] if work.residuals else None
         if residual is not None:
             residual.begin(atomic=header.atomic)
-        result.exchanged.add(_mean(flat, group, work.codecs[i], result.weights, residual))
+        result.exchanged.add(_mean(flat, group, work.codecs[i], result.weights, residual, verify=header.atomic))
+    if header.atomic:
+        _check_result(work, result)
     for flat in work.exact:
         result.exchanged.add(exchange_mean(flat, transport, fp32(), weights=_equal(transport)))
     result.measured, sent = work.meter.end(work.values, transport, result.headers, result.weights)
     result.exchanged.bytes_sent += sent
 
 
+def _check_result(work: FlatRound, result: RoundResult) -> None:
+    """Refuse a mean that cannot be that of what the headers tell: it was damaged on its way, or a member lied."""
+    norm = math.sqrt(norm_squared(*work.values))
+    told = sum(abs(w) * math.sqrt(h.norm2) for w, h in zip(result.weights, result.headers, strict=True))
+    times = _FED_BACK if work.residuals else _LOSSY
+    if not norm <= times * told + _TINY:
+        raise TransportError(f"The mean has a norm of {norm:.3g}, where contributions have {told:.3g}: it is damaged.")
+
+
 def _mean(
-    flat: torch.Tensor, group: LevelGroup, codec: Codec, weights: Sequence[float], residual: Residual | None
+    flat: torch.Tensor,
+    group: LevelGroup,
+    codec: Codec,
+    weights: Sequence[float],
+    residual: Residual | None,
+    *,
+    verify: bool,
 ) -> Exchanged:
     transport, stage = group.transport, group.stage
     if stage is None:
-        return exchange_mean(flat, transport, codec, weights=weights, residual=residual)
+        return exchange_mean(flat, transport, codec, weights=weights, residual=residual, verify=verify)
     inside = [weights[transport.members.index(rank)] for rank in stage.inside.members]
     return exchange_staged(flat, stage, codec, weights=inside, residual=residual)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 from cadenza.weighting.base import Contribution, PlainContribution, State, Weighed, Weighting, needs_anchor
 from cadenza.weighting.uniform import uniform
@@ -18,6 +18,7 @@ from cadenza.weighting.uniform import uniform
 __all__ = ["Outliers", "outliers"]
 
 _FEWEST = 3  # contributions; of two nobody can say which one is wrong
+_ABSURD = 1e6  # times the norm of the other one: but this cannot be training
 _ALIKE = uniform()
 
 
@@ -63,9 +64,10 @@ class Outliers:
         """Return the positions of what was not finite, and of what is too large beside the others."""
         faulty = {i for i, member in enumerate(contributions) if member.faulty}
         norms = [member.norm2 for member in contributions if member.weight > 0 and not member.faulty]
-        if self.explosion is None or len(norms) < _FEWEST:
+        if self.explosion is None or not norms:
             return frozenset(faulty)
-        limit = self.explosion**2 * median(norms)
+        times = self.explosion if len(norms) >= _FEWEST else max(self.explosion, _ABSURD)
+        limit = times**2 * median_low(norms)  # the lower one: half of the contributions cannot pull it up
         large = {i for i, member in enumerate(contributions) if member.weight > 0 and member.norm2 > limit > 0}
         return frozenset(faulty | large)
 
