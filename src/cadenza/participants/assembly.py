@@ -83,7 +83,7 @@ class Assembly:
                 current,
                 policy,
                 known=heartbeat.known(),
-                silent=heartbeat.silent(),
+                silent=heartbeat.not_expected() - current.keys() | heartbeat.silent(),
                 gone=heartbeat.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,

@@ -22,7 +22,7 @@ _TYPES = {
     **dict.fromkeys(("worker", "started", "number"), int),
     **dict.fromkeys(("incarnation", "address", "state"), str),
     "at": float,
-    "waiting": bool,
+    **dict.fromkeys(("waiting", "preparing"), bool),
 }
 
 
@@ -44,6 +44,7 @@ class Beat:
         address: Where its liveness socket listens; empty if it has none.
         state: Whether it is there, or has signed off, or was seen to die.
         waiting: Whether it waits for others from whom it can take a state.
+        preparing: Whether it is still building its model, so that no round should wait for it.
     """
 
     worker: int
@@ -54,6 +55,7 @@ class Beat:
     address: str = ""
     state: State = "here"
     waiting: bool = False
+    preparing: bool = False
 
     def pack(self) -> str:
         return json.dumps(asdict(self))

@@ -111,6 +111,7 @@ class ElasticParticipants:
     # ---- coming together -------------------------------------------------------------------------------------------
 
     def start(self, state: SharedState) -> None:
+        self.membership.heartbeat.preparing = False
         phase, reason = 0, ""
         for _ in range(_ATTEMPTS):
             phase = max(phase, self._start_phase())

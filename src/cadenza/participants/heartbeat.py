@@ -45,9 +45,12 @@ class Heartbeat:
         losses: How often the store was lost: connections made before are of no use.
         eager: Whether the next round is to be known at once, not only at the next beat.
         waiting: Whether this worker waits for others from whom it can take a state; they hear of it.
+        preparing: Whether this worker cannot come to a round yet; they hear of it, and do not wait.
     """
 
-    def __init__(self, connection: StoreConnection, worker: int, signer: Signer, *, lease_s: float) -> None:
+    def __init__(
+        self, connection: StoreConnection, worker: int, signer: Signer, *, lease_s: float, preparing: bool = False
+    ) -> None:
         self.worker = worker
         self._signer = signer
         self.incarnation = secrets.token_hex(8)
@@ -58,7 +61,7 @@ class Heartbeat:
         self.eager = False
         self._lease_s = lease_s
         self._connection = connection
-        self.waiting = False
+        self.waiting, self.preparing = False, preparing
         self._heard: dict[int, Heard] = {}
         self._index, self._latest = WorkerIndex(signer), LatestRound(signer)
         self._signed_on = False
@@ -97,6 +100,11 @@ class Heartbeat:
         """Return those that have signed off, or that their supervisor saw die."""
         with self._lock:
             return {worker for worker, heard in self._heard.items() if heard.left}
+
+    def not_expected(self) -> set[int]:
+        """Return those for whom a round does not wait: they do not beat any more, or are still preparing."""
+        with self._lock:
+            return {w for w, heard in self._heard.items() if self._is_silent(heard) or heard.last.preparing}
 
     def doubted(self) -> set[int]:
         """Return those whose liveness connection has ended, while neither lease nor supervisor has said more yet.
@@ -213,7 +221,7 @@ class Heartbeat:
                 self.replaced = True
                 return
             self._mine = Beat(self.worker, self.incarnation, standing.started + 1, address=self._mine.address)
-        self._mine = self._mine.next(waiting=self.waiting)
+        self._mine = self._mine.next(waiting=self.waiting, preparing=self.preparing)
         store.set(beat_key(self.worker), self._mine.pack())
 
     def _understood(self, text: str | None) -> Beat | None:

@@ -36,13 +36,22 @@ class Membership:
     """
 
     def __init__(
-        self, address: str, worker: int, workers: int, *, job: str, secret: str | None, lease_s: float, wait_s: float
+        self,
+        address: str,
+        worker: int,
+        workers: int,
+        *,
+        job: str,
+        secret: str | None,
+        lease_s: float,
+        wait_s: float,
+        preparing: bool = False,
     ) -> None:
         self.worker, self.workers, self.job = worker, workers, job
         self.signer = Signer(job, secret=secret)
         self._address = address
         self._who = f"{worker} {secrets.token_hex(8)}"
-        self.heartbeat = Heartbeat(self.connection(), worker, self.signer, lease_s=lease_s)
+        self.heartbeat = Heartbeat(self.connection(), worker, self.signer, lease_s=lease_s, preparing=preparing)
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -73,6 +82,7 @@ def join(
     secret: str | None = None,
     lease_s: float = 1.0,
     wait_s: float = 30.0,
+    preparing: bool = False,
 ) -> Membership:
     """Sign on as a worker of a job whose rounds may fail; pass the result to `attach`.
 
@@ -84,6 +94,7 @@ def join(
         secret: A word that only this job's workers know; by default ``CADENZA_SECRET``. Without it, anyone may join.
         lease_s: After so long without a heart-beat a worker counts as gone.
         wait_s: How long a store that is not there yet, or just being started again, is waited for.
+        preparing: Whether it will take a while until `attach`: until then no round of the others waits for this worker.
 
     >>> join("nowhere", worker=0, workers=1)
     Traceback (most recent call last):
@@ -99,6 +110,7 @@ def join(
         secret=secret if secret is not None else known.get("CADENZA_SECRET"),
         lease_s=_lease(lease_s),
         wait_s=wait_s,
+        preparing=preparing,
     )
 
 

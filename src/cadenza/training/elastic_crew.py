@@ -31,7 +31,7 @@ _LOOK_S = 0.1
 @contextmanager
 def elastic_crew(config: Config) -> Iterator[ElasticCrew]:
     """Be a worker of a job inside the block, as the launcher's environment says."""
-    membership = join(lease_s=config.faults.lease_s, wait_s=config.faults.first_s)
+    membership = join(lease_s=config.faults.lease_s, wait_s=config.faults.first_s, preparing=True)
     try:
         yield ElasticCrew(config, membership)
     finally:
