@@ -42,7 +42,8 @@ def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
 
     Args:
         port: Where it listens.
-        host: The one address at which it listens; "0.0.0.0" for all that this host has.
+        host: The one address at which it listens; "0.0.0.0" for all that this host has, as for a name that means
+            this host alone here and something else elsewhere.
 
     Raises:
         OSError: The port is taken, or the address is none of this host's.
@@ -52,9 +53,18 @@ def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
     True
     """
     # Torch would listen at every address, whatever host is given.
-    listener = socket.create_server((host, port), family=_family(host), backlog=1024)
+    at = _address_of(host)
+    listener = socket.create_server((at, port), family=_family(at), backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _address_of(host: str) -> str:
+    """Return where to listen: everywhere for a name that only this host takes for loopback, as Debian has it."""
+    if host == "localhost" or ":" in host:
+        return host
+    address = socket.gethostbyname(host)
+    return "0.0.0.0" if address != host and address.startswith("127.") else address
 
 
 def _family(host: str) -> socket.AddressFamily:
