@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cadenza.common.process_groups import comm_hooks_of
 from cadenza.errors import UnsupportedModelError
 
-__all__ = ["average_bucket", "covers", "fall_silent", "find_ddps_around", "widen"]
+__all__ = ["average_bucket", "covers", "fall_silent", "find_ddps_around", "speak", "widen"]
 
 
 def covers(ddp: DistributedDataParallel, ranks: Collection[int]) -> bool:
@@ -27,6 +27,11 @@ def fall_silent(ddp: DistributedDataParallel) -> None:
     """Stop DDP from averaging gradients and broadcasting buffers."""
     ddp.require_backward_grad_sync = False
     ddp.require_forward_param_sync = False  # DDP itself only looks again after the next forward pass
+
+
+def speak(ddp: DistributedDataParallel) -> None:
+    """Let DDP average gradients and broadcast buffers, should it have fallen silent in an earlier run."""
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
 
 
 def widen(ddp: DistributedDataParallel, group: dist.ProcessGroup, *, while_true: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 
 from cadenza.engine.collectives import average_tensors, differing
-from cadenza.engine.ddp import covers, fall_silent, widen
+from cadenza.engine.ddp import covers, fall_silent, speak, widen
 from cadenza.engine.header import Header
 from cadenza.engine.opening import open_round
 from cadenza.engine.replica import Replica
@@ -48,6 +48,7 @@ class WarmUp:
             self.end()
             return
         for ddp in self._replica.view.ddps:
+            speak(ddp)
             if not covers(ddp, outermost.transport.members):
                 widen(ddp, process_group_of(outermost.transport), while_true=lambda: not self.over)
 
@@ -138,6 +139,6 @@ def resume_gradient_averaging(replica: Replica) -> None:
         if replica.strategy.average_gradients or not covers(ddp, members):
             continue
         if replica.state.clock < replica.strategy.warmup_steps:
-            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+            speak(ddp)
         else:
             fall_silent(ddp)
