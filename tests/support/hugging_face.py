@@ -44,10 +44,9 @@ def trainer_for(model: Any, folder: str, kind: type[Trainer] = Trainer, **settin
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        learning_rate=1e-2,
         logging_steps=4,
         per_device_train_batch_size=2,
-        **{"average_tokens_across_devices": False, "save_strategy": "no", **settings},
+        **{"learning_rate": 1e-2, "average_tokens_across_devices": False, "save_strategy": "no", **settings},
     )
     return kind(model, args, data_collator=collate, train_dataset=sentences(64), eval_dataset=sentences(8))
 

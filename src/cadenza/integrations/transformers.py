@@ -127,8 +127,10 @@ class CadenzaCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the rounds of this step, now that Trainer has counted it."""
         figures, self._figures = self._figures, []
+        due = control.should_log  # of Trainer's own figures; log() takes itself for them
         for logs in figures:
             self._trainer.log(logs)
+        control.should_log = due
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write this worker's own state into the checkpoint that Trainer has just made."""
