@@ -27,12 +27,13 @@ shuffled = torch.randperm(len(digits)).tolist()
 rows = [{"pixel_values": torch.tensor(digits[i] / 8 - 1).float().view(1, 8, 8), "labels": labels[i]} for i in shuffled]
 
 sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **sizes))
+images = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
+model = ViTForImageClassification(ViTConfig(**images, **sizes, initializer_range=0.1))
 
 args = TrainingArguments(
     tempfile.mkdtemp(),
     max_steps=steps,
-    learning_rate=3e-3,
+    learning_rate=1e-2,
     warmup_steps=10,
     per_device_train_batch_size=32,
     average_tokens_across_devices=False,  # otherwise every step waits for all ranks

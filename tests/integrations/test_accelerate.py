@@ -14,7 +14,8 @@ from torch import nn
 import cadenza
 from cadenza.integrations.accelerate import Cadenza
 from support.gradient_buckets import GradientBuckets
-from support.hugging_face import forget_accelerate, on_all_ranks, trained
+from support.hugging_face import on_all_ranks, trained
+from support.rank_process import forget_accelerate
 from support.ranks import RankPool, outcome
 
 STEPS, SAVED_AT, PERIOD = 10, 6, 4  # saved in the middle of a period

@@ -20,13 +20,13 @@ from cadenza.integrations.transformers import CadenzaCallback
 from support.gradient_buckets import GradientBuckets
 from support.hugging_face import (
     VOCABULARY,
-    forget_accelerate,
     on_all_ranks,
     sentences,
     tiny_model,
     trained,
     trainer_for,
 )
+from support.rank_process import forget_accelerate
 from support.ranks import RankPool, outcome
 
 ROOM_S = 110

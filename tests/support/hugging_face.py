@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from support.rank_process import forget_accelerate
 
 VOCABULARY = 32
 LENGTH = 12
@@ -28,13 +29,6 @@ def sentences(count: int) -> list[dict[str, list[int]]]:
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
-
-
-def forget_accelerate() -> None:
-    """Accelerate keeps one state a process, and the processes of tests live long."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def trainer_for(model: Any, folder: str, kind: type[Trainer] = Trainer, **settings: Any) -> Any:
