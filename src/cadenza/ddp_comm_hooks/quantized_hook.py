@@ -88,7 +88,7 @@ class QuantizedState:
         if bucket.is_last():
             self.iterations += 1
         failed: list[BaseException] = []
-        devices = [values.device] if values.is_cuda else []
+        devices: list[int | str | torch.device] = [values.device] if values.is_cuda else []
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
         def result(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
