@@ -1,0 +1,114 @@
+"""Real loggers on a real run with late rounds: W&B offline, MLflow on SQLite, TensorBoard's files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cadenza
+from cadenza import RoundReport, observers
+from support.ranks import RankPool
+
+STEPS, PERIOD, DELAY = 12, 4, 2
+DRIFT = "cadenza/world/all/drift"
+
+
+def train(observers: list[Any], each_step: Any = None) -> None:
+    """Train with rounds that land two steps after their launch."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = cadenza.diloco(period=PERIOD, delay=DELAY, measure_drift=True)
+    with cadenza.attach(model, optimizer, strategy, observers=observers) as sync:
+        for step in range(1, STEPS + 1):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+            if each_step is not None:
+                each_step(step)
+
+
+def logged_to_wandb(folder: str) -> tuple[str, list[tuple[int, float | None]]]:
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true", WANDB_ERROR_REPORTING="false")
+    reports: list[RoundReport] = []
+    if dist.get_rank() != 0:
+        train([])
+        return "", []
+    import wandb
+
+    run = wandb.init(project="cadenza", settings=wandb.Settings(x_disable_stats=True, console="off"))
+    train([reports.append, observers.wandb(run)], lambda step: run.log({"loss": 1 / step}, step=step))
+    run.finish()
+    [path] = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
+    return str(path), [(report.landed_at, report.drift) for report in reports]
+
+
+def history(path: Path) -> Iterator[dict[str, Any]]:
+    """What was logged, row by row, from W&B's file: a header, then records in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (1 << 15) - at % (1 << 15) < 7:
+            at += (1 << 15) - at % (1 << 15)
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = Record.FromString(parts)
+            parts = b""
+            if record.HasField("history"):
+                items = record.history.item
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+@pytest.mark.timeout(300)
+def test_wandb_has_every_late_round_at_its_landing_step_beside_the_losses(ranks: RankPool, tmp_path: Path) -> None:
+    (path, told), _ = ranks.run(2, logged_to_wandb, str(tmp_path), timeout_s=200, discard=True)
+    rows = list(history(Path(path)))
+    assert [row["_step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1)), "none was dropped"
+    found = [(row["_step"], row[DRIFT]) for row in rows if DRIFT in row]
+    assert found == told
+    assert [step for step, _ in found] == [6, 10, 12]  # the last one lands when the training ends
+    assert all(row["cadenza/step"] == row["_step"] for row in rows if DRIFT in row)
+
+
+def logged_to_mlflow_and_tensorboard(folder: str) -> tuple[list[Any], list[Any], list[Any]]:
+    reports: list[RoundReport] = []
+    if dist.get_rank() != 0:
+        train([])
+        return [], [], []
+    import mlflow
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    mlflow.create_experiment("cadenza", artifact_location=f"{folder}/artifacts")
+    mlflow.set_experiment("cadenza")
+    board = observers.tensorboard(f"{folder}/board")
+    with mlflow.start_run() as run:
+        train([reports.append, observers.mlflow(), board])
+    board.close()
+    rows = mlflow.MlflowClient().get_metric_history(run.info.run_id, DRIFT)
+    events = EventAccumulator(f"{folder}/board")
+    events.Reload()
+    told = [(report.landed_at, report.drift) for report in reports]
+    return told, [(row.step, row.value) for row in rows], [(e.step, e.value) for e in events.Scalars(DRIFT)]
+
+
+@pytest.mark.timeout(300)
+def test_mlflow_and_tensorboard_have_every_late_round_at_its_landing_step(ranks: RankPool, tmp_path: Path) -> None:
+    (told, in_mlflow, on_board), _ = ranks.run(
+        2, logged_to_mlflow_and_tensorboard, str(tmp_path), timeout_s=200, group_timeout_s=150, discard=True
+    )
+    assert [step for step, _ in told] == [6, 10, 12]
+    assert in_mlflow == told
+    assert on_board == [(step, pytest.approx(drift)) for step, drift in told]
