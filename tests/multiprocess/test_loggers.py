@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 import cadenza
 from cadenza import RoundReport, observers
+from cadenza.training import Config, runs
+from cadenza.training.loop import run_worker
 from support.ranks import RankPool
 
 STEPS, PERIOD, DELAY = 15, 4, 2
@@ -118,3 +120,36 @@ def test_mlflow_and_tensorboard_have_every_late_round_at_its_landing_step(ranks:
     assert [step for step, _ in told] == LANDED
     assert in_mlflow == told
     assert on_board == [(step, pytest.approx(drift)) for step, drift in told]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # of what MLflow is made of
+def test_a_run_of_the_command_line_goes_on_in_the_same_curves(ranks: RankPool, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "MLFLOW_TRACKING_URI": uri}
+    config = {
+        "task": "support.tiny_task:build",
+        "steps": 20,
+        "strategy": {"name": "local_sgd", "period": 5, "codec": "fp32"},
+        "evaluate": {"every": 10},
+        "checkpoint": {"every": 10},
+        "log": {"tensorboard": True, "wandb": True, "mlflow": True},
+    }
+    run = runs.create(tmp_path / "run", Config.model_validate(config))
+    for _ in range(2):
+        ended = ranks.run(2, run_worker, run.folder, timeout_s=140, group_timeout_s=120, env=env, discard=True)
+        assert ended == ["finished"] * 2
+        (run.checkpoint(20) / "shared.json").unlink()  # the second run goes on from step 10
+    texts = [line["text"] for line in runs.read_metrics(run.folder).of("event")]
+    assert all("set aside" in text for text in texts), "no logger was missed"
+    paths = sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
+    assert len(paths) == 2
+    assert len({path.name for path in paths}) == 1, "one id"
+    first, again = ([row["cadenza/step"] for row in history(path) if "held_out" in row] for path in paths)
+    assert (first, again) == ([10, 20], [20])
+    run_id = (tmp_path / "run" / "mlflow_run_id").read_text()
+    held_out = MlflowClient(uri).get_metric_history(run_id, "held_out")
+    assert MlflowClient(uri).get_run(run_id).data.params["strategy.period"] == "5"
+    assert [row.step for row in held_out] == [10, 20, 20]

@@ -148,6 +148,16 @@ def test_the_buckets_make_no_difference(ranks: RankPool) -> None:
         torch.testing.assert_close(cut, whole, rtol=0, atol=0)
 
 
+def compiled(name: str) -> list[list[torch.Tensor]]:
+    ddp, _ = hooked(CODECS[name], static_graph=True)
+    return train(torch.compile(ddp, backend="eager"), range(3))  # type: ignore[arg-type]
+
+
+def test_a_static_graph_and_a_compiled_model_make_no_difference_either(ranks: RankPool) -> None:
+    [found, _], [wanted, _] = ranks.run(2, compiled, "int8"), ranks.run(2, gradients_under, "int8", 3)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def bytes_and_buckets() -> tuple[int, int, int]:
     ddp, state = hooked(int8(), nn.Linear(512, 512, bias=False))
     ddp(torch.ones(1, 512)).sum().backward()
