@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cadenza.cli.bench import bench
 from cadenza.cli.doctor import doctor
+from cadenza.cli.export import export
 from cadenza.cli.failures import exit_code, explain
 from cadenza.cli.report import report
 from cadenza.cli.train import train
@@ -38,6 +39,8 @@ STORY = """
 
 Ctrl-C saves; **cadenza train --resume RUN** goes on. **cadenza report RUN…** draws what is in the run's folder.
 
+**cadenza export RUN model.safetensors** writes the trained model, for plain PyTorch or transformers.
+
 Exit codes: 0 done, 1 the training failed, 2 bad input, 130 interrupted. `--debug` shows where an error comes from.
 """
 
@@ -48,7 +51,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, report, doctor, bench):
+for command in (train, report, export, doctor, bench):
     app.command()(command)
 
 

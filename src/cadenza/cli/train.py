@@ -33,6 +33,7 @@ def train(
     run: options.RunFolder = None,
     resume: options.Resume = None,
     plain: options.Plain = False,
+    log: options.Log = None,
     no_report: options.NoReport = False,
     strategy: options.StrategyName = None,
     period: options.Period = None,

@@ -222,6 +222,8 @@ class LogSettings(Settings):
     """
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
+    wandb: bool = Field(default=False, description="Log to Weights & Biases; its environment variables count.")
+    mlflow: bool = Field(default=False, description="Log to MLflow; its environment variables count.")
 
 
 class Config(Settings):

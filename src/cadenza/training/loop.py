@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from cadenza.training.boards import open_boards
 from cadenza.training.checkpoints import Checkpoints
 from cadenza.training.config import Config
 from cadenza.training.crew import Crew
@@ -24,7 +26,7 @@ from cadenza.training.fixed_crew import fixed_crew
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter
 from cadenza.training.randomness import seed_everything, seed_of
-from cadenza.training.recording import LogEvents, Recorder, open_board, summary, write_start
+from cadenza.training.recording import LogEvents, Recorder, summary, write_start
 from cadenza.training.runs import Run, open_run, write_model
 from cadenza.training.stepping import Stepper, is_due
 from cadenza.training.stop_agreement import StopAgreement
@@ -144,13 +146,14 @@ class _Loop:
         self._step_schedules(self.sync.clock - step)
 
     def _prepare_folder(self, joined: bool) -> None:
-        """Write down where the workers are, and open TensorBoard's file."""
+        """Write down where the workers are, and open the loggers."""
         if hosts := self.crew.hosts():
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
-        if self.config.log.tensorboard:
-            open_board(self.run, self.recorder, self.sync.clock)
+        step = self.sync.clock
+        warn = partial(self.recorder.event, step, level="warning")
+        self.recorder.boards = open_boards(self.run, step, warn)
 
     def _write_start(self, joined: bool) -> None:
         step = self.sync.clock
