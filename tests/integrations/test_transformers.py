@@ -53,7 +53,7 @@ def run(trainer: Any, strategy: cadenza.Strategy, resume: str | None = None, **o
         "equal": all(torch.equal(mine, other) for other in others),
         "values": trained(trainer.model),
         "gradient_bytes": buckets.bytes,
-        "rounds": [(log["step"], log["cadenza/bytes_sent"]) for log in logs if "cadenza/bytes_sent" in log],
+        "rounds": [(log["step"], log[key]) for log in logs for key in log if key.endswith("/bytes_sent")],
         "evaluations": [log["eval_loss"] for log in logs if "eval_loss" in log],
         "losses": [log["loss"] for log in logs if "loss" in log],
     }

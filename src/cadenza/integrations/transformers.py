@@ -200,7 +200,7 @@ class CadenzaCallback(TrainerCallback):  # type: ignore[misc]
             self._trainer.accelerator.scaler.load_state_dict(scaler)
 
     def _note(self, report: RoundReport) -> None:
-        self._figures.append(_figures(report))
+        self._figures.append(report.figures(prefix="cadenza"))
 
     def _finish(self) -> None:
         if self.sync is not None:
@@ -247,16 +247,3 @@ def _hidden_traffic(trainer: Any, dataloader: Any) -> Iterator[str]:
             "Trainer gathers the number of input tokens from all ranks in every step: set "
             'TrainingArguments(include_num_input_tokens_seen="no").'
         )
-
-
-def _figures(report: RoundReport) -> dict[str, float]:
-    """Return a round's figures for a log."""
-    figures: dict[str, float | None] = {
-        "bytes_sent": report.bytes_sent,
-        "stall_s": report.stall_s,
-        "wire_s": report.wire_s,
-        "drift": report.drift,
-        "codec_error": report.codec_error,
-        "delay": report.delay,
-    }
-    return {f"cadenza/{name}": value for name, value in figures.items() if value is not None}
