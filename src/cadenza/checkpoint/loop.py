@@ -24,17 +24,11 @@ __all__ = [
     "Loop",
     "belongs_to_loop",
     "collect_loop",
-    "optimizers_of",
     "prepare_loop",
     "random_state",
     "read_loop",
     "set_random_state",
 ]
-
-
-def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return one optimizer or several as a list."""
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def collect_loop(

@@ -20,15 +20,13 @@ __all__ = ["Reporter"]
 
 _logger = logging.getLogger("cadenza")
 
-_ROUNDS_WITHOUT_DRIFT = 3
-
 
 class Reporter:
     """Tells observers of rounds, landed or failed."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
-        self._without_drift = 0  # rounds in a row
+        self._looks_at_drift = True
 
     def landed(self, pending: PendingRound, result: RoundResult, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has landed."""
@@ -51,18 +49,16 @@ class Reporter:
         )
 
     def _look_at_drift(self, pending: PendingRound, result: RoundResult) -> None:
-        """Warn, once, of workers that never move apart: then there is nothing for rounds to do."""
-        if pending.drift is None or len(result.members) == 1 or result.weightless or self._without_drift < 0:
+        """Warn, once, of workers that have not moved apart: then there is nothing for rounds to do."""
+        if pending.drift != 0 or len(result.members) == 1 or result.weightless or not self._looks_at_drift:
             return
-        self._without_drift = self._without_drift + 1 if pending.drift == 0 else 0
-        if self._without_drift == _ROUNDS_WITHOUT_DRIFT:
-            self._without_drift = -1
-            _logger.warning(
-                "The workers held exactly the same values at the last %d rounds. Does something else average them in "
-                "every step, such as a DistributedDataParallel around the module that was attached, or do all train on "
-                "the same data? Then rounds cost time and change nothing.",
-                _ROUNDS_WITHOUT_DRIFT,
-            )
+        self._looks_at_drift = False
+        _logger.warning(
+            "The workers held exactly the same values at the round of step %d. Does something else average them in "
+            "every step, such as a DistributedDataParallel made by a framework after attach(), do all train on the "
+            "same data, or is the learning rate 0? Then rounds cost time and change nothing.",
+            pending.step,
+        )
 
     def failed(self, pending: PendingRound, failed: FailedRound, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has failed, and changed nothing."""
