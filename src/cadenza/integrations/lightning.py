@@ -41,7 +41,7 @@ from cadenza.topology import Topology
 
 __all__ = ["CadenzaStrategy"]
 
-_TESTED = "2.6"
+_TESTED = ["2.6"]
 _KEY = "cadenza"  # the entry of a Lightning checkpoint that says where the workers' own files are
 _OF_ALL_WORKERS = ("state_dict", "optimizer_states")  # big, and in the workers' own files or the mean
 _OPTIONS = {
@@ -91,7 +91,7 @@ class CadenzaStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         _refuse(strategy, options)
-        warn_if_untested("lightning", tested=_TESTED)
+        warn_if_untested("lightning", _TESTED)
         super().__init__(**options)
         self.sync: Synchronizer | None = None
         self._strategy, self._observers, self._topology = strategy, observers, topology

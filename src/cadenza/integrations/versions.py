@@ -1,25 +1,28 @@
-"""A word about versions of other frameworks that Cadenza was never tested with."""
+"""Which versions of a framework an integration was tried with."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from importlib.metadata import version
 
 __all__ = ["warn_if_untested"]
 
-_CALLER_OF_CALLER = 3
 
+def warn_if_untested(package: str, tested: Collection[str]) -> None:
+    """Warn if the installed version of a package is none of those that were tested, given as "major.minor".
 
-def warn_if_untested(package: str, *, tested: str) -> None:
-    """Warn if a package is another than the tested `major.minor`.
-
-    >>> warn_if_untested("torch", tested=".".join(version("torch").split(".")[:2]))
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warn_if_untested("torch", ["0.1"])
+    >>> "was never tested" in str(caught[0].message)
+    True
     """
     found = version(package)
-    if found.split(".")[:2] != tested.split("."):
+    if ".".join(found.split(".")[:2]) not in tested:
         warnings.warn(
-            f"Cadenza's integration was tested with {package} {tested}; this is {package} {found}. If it does not work "
-            f"as documented, install {package}=={tested}.*.",
+            f"Cadenza was never tested with {package} {found}, only with {', '.join(sorted(tested))}. It may work: "
+            "check that the bytes sent are what you expect, or install a tested version.",
             UserWarning,
-            stacklevel=_CALLER_OF_CALLER,
+            stacklevel=3,
         )
