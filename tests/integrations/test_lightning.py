@@ -2,124 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import cadenza
+from support.lightning_runs import ENV, fit, flat, watch
 from support.ranks import RankPool, outcome
-from support.traffic import bytes_sent
-
-ENV = {"TORCHELASTIC_RUN_ID": "tests", "CADENZA_SHARED_MEMORY": "0"}  # so that all bytes go over TCP
-
-
-def points() -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(96, 16, generator=generator)
-    return TensorDataset(x, x @ torch.randn(16, 2, generator=generator))
-
-
-def build(kind: str = "plain") -> Any:
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        """A regression with dropout and BatchNorm; of kind "two", with an optimizer for each half."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
-            self.head = nn.Linear(64, 2)
-            self.automatic_optimization = kind != "two"
-            self.validated: list[list[float]] = []
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = F.mse_loss(self.head(self.net(batch[0])), batch[1])
-            self.losses.append(loss.item())
-            if self.automatic_optimization:
-                return loss
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-            return None
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 0:
-                self.validated.append(flat(self))
-
-        def configure_optimizers(self) -> Any:
-            if kind == "two":
-                return [torch.optim.Adam(self.net.parameters()), torch.optim.SGD(self.head.parameters(), lr=0.02)]
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-    return Module()
-
-
-def flat(model: nn.Module) -> list[float]:
-    return torch.cat([t.detach().float().flatten() for t in model.state_dict().values()]).tolist()
-
-
-def quiet() -> None:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning|torch")
-
-
-def fit(
-    strategy: Any, folder: str, *, kind: str = "plain", callbacks: Any = (), resume: Any = None, **options: Any
-) -> Any:
-    """Train in epochs of 6 batches of 8; return the trainer and the module."""
-    import lightning.pytorch as pl
-
-    quiet()
-    options = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": False, **options}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    module = build(kind)
-    loaders = DataLoader(points(), 8, shuffle=True), DataLoader(points(), 8)
-    trainer.fit(module, *loaders, ckpt_path=resume)
-    return trainer, module
 
 
 def ours(strategy: Any, **options: Any) -> Any:
     from cadenza.integrations.lightning import CadenzaStrategy
 
     return CadenzaStrategy(strategy, **options)
-
-
-def watch() -> Any:
-    """A callback that notes what was sent, and this worker's own values, before the last round."""
-    import lightning.pytorch as pl
-
-    class Watch(pl.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.start = bytes_sent()
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            self.sent = bytes_sent() - self.start
-            self.own = flat(module)
-
-    return Watch()
 
 
 # ---- loss, bits and bytes --------------------------------------------------------------------------------------------
@@ -287,7 +185,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"Use faults=raise_error\(\)"):
         CadenzaStrategy(cadenza.local_sgd(period=4, faults=cadenza.shrink()))
     with pytest.raises(ValueError, match="Use balanced=False"):
-        CadenzaStrategy(cadenza.Strategy(schedule=cadenza.every(4), balanced=True))
+        CadenzaStrategy(cadenza.local_sgd(period=4, balanced=True))
     monkeypatch.setattr(versions, "version", lambda _: "3.1.0")
-    with pytest.warns(UserWarning, match=r"tested with lightning 2.6; this is lightning 3.1.0"):
+    with pytest.warns(UserWarning, match=r"never tested with lightning 3.1.0, only with 2.6"):
         CadenzaStrategy(cadenza.local_sgd(period=4))
