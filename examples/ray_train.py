@@ -50,6 +50,7 @@ def train(config):
         if sync.clock % 25 == 0:  # in the middle of a period: every worker has a model of its own
             report({"step": sync.clock, "loss": loss.item()}, **parts)
         if begun and rank == 1 and sync.clock == config["steps"] // 2 + 5:
+            ray.train.get_all_reported_checkpoints()  # waits until Ray has noted the last one
             os.kill(os.getpid(), signal.SIGKILL)  # a machine is gone
     sync.finish()
 

@@ -91,6 +91,22 @@ def test_with_manual_optimization_a_step_is_a_training_step_of_all_optimizers(ra
     assert one[2][-1] < one[2][0]
 
 
+def search_a_learning_rate(folder: str) -> Any:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    reports: list[Any] = []
+    strategy = ours(cadenza.diloco(period=5), observers=[reports.append])
+    _, module = fit(strategy, folder, callbacks=[LearningRateFinder(num_training_steps=6)], enable_checkpointing=True)
+    return flat(module), [report.step for report in reports], len(list(Path(folder).glob("*.ckpt*")))
+
+
+def test_the_run_begins_anew_after_a_search_for_a_learning_rate(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, search_a_learning_rate, str(tmp_path), env=ENV, timeout_s=110)
+    assert one[0] == other[0]
+    assert one[1] == [5, 5, 10, 12]
+    assert one[2] == 0  # the checkpoint of the search is gone
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

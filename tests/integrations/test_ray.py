@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 TRAIN, CORE = (ROOT / "examples" / f"{name}.py" for name in ("ray_train", "ray_core_shrink"))
 STEPS = 60
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.filterwarnings("ignore")]  # Ray warns of its own future
+pytestmark = [pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]  # Ray warns of its own future
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def build(kind: str = "plain") -> Any:
             self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
             self.head = nn.Linear(64, 2)
             self.automatic_optimization = kind != "two"
+            self.lr = 0.01
             self.validated: list[list[float]] = []
             self.losses: list[float] = []
 
@@ -56,7 +57,7 @@ def build(kind: str = "plain") -> Any:
         def configure_optimizers(self) -> Any:
             if kind == "two":
                 return [torch.optim.Adam(self.net.parameters()), torch.optim.SGD(self.head.parameters(), lr=0.02)]
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
     return Module()

@@ -125,28 +125,21 @@ class CadenzaStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Leave the module as it is: nothing may average its gradients in every step."""
 
-    def on_train_end(self) -> None:
-        """Bring all workers together for the last time."""
-        super().on_train_end()
-        self._finish()
-
     def teardown(self) -> None:
-        """Let go of everything; after an error without any collective."""
-        if self._interrupted:
-            self._close()
-        else:
-            self._finish()  # if there was nothing left to train, on_train_end was never called
-        super().teardown()
+        """Bring all workers together for the last time; after an error let go of everything without any collective.
 
-    def _finish(self) -> None:
-        if self.sync is not None:
+        Not in `on_train_end`, which the search for a learning rate calls before the training itself.
+        """
+        if self.sync is not None and not self._interrupted:
             self.sync.finish()
         self._close()
+        super().teardown()
 
     def _close(self) -> None:
+        self.on_validation_end()
         if self.sync is not None:
             self.sync.close()
-        self.sync = self._mean = self._resume_from = None
+        self.sync = self._resume_from = None
 
     @property
     def _module(self) -> pl.LightningModule:
