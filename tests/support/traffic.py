@@ -16,6 +16,9 @@ def bytes_sent() -> int:
 
 
 def _sent_by(descriptor: int) -> int:
+    with suppress(OSError):
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return 0
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
             told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
