@@ -40,7 +40,8 @@ def train(worker, workers, store, steps, folder):
     starts = Path(folder) / f"worker-{worker}"
     starts.open("a").write(f"{sync.clock}\n")
 
-    while sync.clock < steps:  # not range(steps): who comes back goes on from the others' step
+    # Not range(steps): who comes back goes on from the others' step. This short run also waits for the missing one.
+    while sync.clock < steps or len(sync.members) < workers:
         batch = mine[torch.randint(len(mine), (32,))]
         loss = F.cross_entropy(model(digits[batch]), labels[batch])
         optimizer.zero_grad()
@@ -48,7 +49,7 @@ def train(worker, workers, store, steps, folder):
         optimizer.step()
         sync.step()
         if len(sync.members) < workers:
-            time.sleep(0.3)  # or this short run would end before the missing one is back
+            time.sleep(0.05)
         if worker == 1 and sync.clock == 25 and len(starts.read_text().split()) == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # a machine is gone
     sync.finish()
