@@ -35,7 +35,7 @@ TESTED = ("5.23",)
 _logger = logging.getLogger("cadenza")
 
 
-class CadenzaCallback(TrainerCallback):  # type: ignore[misc]
+class CadenzaCallback(TrainerCallback):
     """Runs a strategy in Hugging Face's Trainer: `CadenzaCallback(strategy).bind(trainer)`, then `trainer.train()`.
 
     Accumulation, schedulers, `max_grad_norm`, `resume_from_checkpoint` and `load_best_model_at_end` work as they do
