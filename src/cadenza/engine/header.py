@@ -12,11 +12,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cadenza.common.messages import HEADER_BYTES
 from cadenza.errors import DisagreementError
 
 __all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
-HEADER_BYTES = 72
 _LAYOUT = struct.Struct("<4s????q16sdddIIQ")
 _MAGIC = b"CDZ1"
 

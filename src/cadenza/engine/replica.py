@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from cadenza.common.messages import unit_of
 from cadenza.engine.assignment import assign
 from cadenza.engine.balance import Balance
 from cadenza.engine.collectives import average_tensors, take_from_first
-from cadenza.engine.cutting import unit_of
 from cadenza.engine.layout import Layout, SpareMemory
 from cadenza.engine.level_state import LevelState
 from cadenza.engine.model_view import ModelView, named
