@@ -95,8 +95,9 @@ def costs_of(strategy: Strategy, level: int, numel: int, cluster: Cluster, model
     wire_s = sum(_transfer_s(part, cluster) for part in parts)
     traffic = sum(parts, Traffic(0))
     codec_s = work.scale * work.of(plan.codec.name)
-    # Own values are encoded, those of a share decoded from all and encoded once, and the mean decoded.
-    coded = (1 + members if plan.codec.sparse else 3 + 1 / members) * codec_s if members > 1 else 0.0
+    # Own values are encoded, those of a share decoded from all and encoded once, and the mean decoded. Of sparse ones,
+    # a member's own are encoded and decoded, and of each other's there are few to decode.
+    coded = (2 + members / 10 if plan.codec.sparse else 3 + 1 / members) * codec_s if members > 1 else 0.0
     outer = work.scale * (work.outer_s if plan.anchored else 0.0)
     return Costs(
         traffic.sent,
