@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from cadenza.common.identity import identity
-from cadenza.schedules import Schedule, State, adaptive, changing, every, smallest_gap, staggered_levels
+from cadenza.schedules import Schedule, State, adaptive, auto, changing, every, smallest_gap, staggered_levels
 from cadenza.testing import check_schedule
 
 STEPS = 400
@@ -34,6 +34,7 @@ SCHEDULES = {
     "every step": Case(every(1), 1),
     "every 7": Case(every(7), 7),
     "every 100": Case(every(100), 100),
+    "auto": Case(auto(), 4),
     "milestones, longer": Case(changing({1: 8, 100: 30, 200: 50}), 50),
     "milestones, shorter": Case(changing({0: 40, 150: 10}), 40),
     "a function": Case(changing(growing, minimum=12), growing(STEPS)),

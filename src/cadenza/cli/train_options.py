@@ -8,6 +8,8 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from cadenza.errors import UsageError
+
 __all__ = ["CONFIG_KEYS", "overrides_of"]
 
 RUN, STRATEGY, TRAINING = "The run", "The strategy", "The training"
@@ -41,7 +43,18 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     >>> overrides_of({"period": 8, "codec": None, "plain": True})
     {'strategy.period': 8}
     """
-    return {key: flags[name] for name, key in CONFIG_KEYS.items() if flags.get(name) is not None}
+    given = {key: flags[name] for name, key in CONFIG_KEYS.items() if flags.get(name) is not None}
+    period = given.get("strategy.period")
+    if isinstance(period, str) and period != "auto":
+        given["strategy.period"] = _steps(period)
+    return given
+
+
+def _steps(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f'--period is a whole number of steps, or auto; got "{text}".') from None
 
 
 def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
@@ -96,12 +109,15 @@ StrategyName: TypeAlias = Annotated[
         autocompletion=_complete_strategy,
     ),
 ]
-Period: TypeAlias = Annotated[int | None, _option("Steps from one round to the next.", STRATEGY)]
+Period: TypeAlias = Annotated[
+    str | None,
+    _option("Steps from one round to the next; auto: as few as the link allows.", STRATEGY, metavar="STEPS"),
+]
 Codec: TypeAlias = Annotated[
     str | None,
     _option(
-        "How differences are written: fp32, bf16, fp16, int8, e3m0 or topk; +feedback behind it sends later what was "
-        "lost.",
+        "How differences are written: fp32, bf16, fp16, int8, e3m0, topk or auto; +feedback behind it sends later what "
+        "was lost.",
         STRATEGY,
         autocompletion=_complete_codec,
     ),

@@ -93,6 +93,8 @@ class Recorder:
         step = figures.pop("step")
         del figures["kind"]
         self.writer.write("round", step, **figures, launched=round(launched, 6), landed=round(landed, 6))
+        if report.decision:
+            self.event(report.step, f"Decided: {report.decision}")
         if self.board is not None:
             self.board.observe_round(report)
 

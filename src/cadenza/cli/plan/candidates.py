@@ -62,7 +62,7 @@ def candidates(
                 f"{', '.join(STRATEGIES)}."
             )
     for codec in codecs:
-        if codec.removesuffix("+feedback") not in CODECS:
+        if codec == "auto" or codec.removesuffix("+feedback") not in CODECS:
             raise UsageError(
                 f'--codec: there is no codec "{codec}".{nearest(codec, CODECS)} Allowed: {", ".join(CODECS)}.'
             )
