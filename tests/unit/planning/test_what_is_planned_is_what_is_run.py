@@ -90,7 +90,7 @@ package = types.ModuleType("cadenza")
 package.__path__ = [{str(ROOT / "src/cadenza")!r}]
 sys.modules["cadenza"] = package
 import cadenza.planning
-from cadenza.planning import idealised
+from cadenza.planning import choices, idealised, simulator
 print(cadenza.planning.loss_of(335e6, 4, 30).percent)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
