@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["LONGEST", "Calibration", "Seen", "calibrate", "smallest_period"]
 
 LONGEST = 1 << 16  # steps: longer periods are nobody's plan
+_SEEN_WITHIN = 0.02
+_RIGHT_WITHIN = 2.0
 
 
 def smallest_period(reaches: Callable[[int], bool], *, least: int = 1, most: int = LONGEST) -> int | None:
@@ -71,7 +73,10 @@ class Calibration:
 
 
 def calibrate(seen: Sequence[Seen], cluster: Cluster, model: Model, work: Work) -> Calibration:
-    """Return the factor that fits what was seen: for each the one that gives its step's time, and of these the median.
+    """Return the factor that fits what was seen best, and is no further from 1 than that asks for.
+
+    A utilisation is taken to be right within 2 %, and the model within a factor of 2, both as standard deviations. So a
+    run in which rounds hardly cost anything, and noise is all that is seen of them, does not tell how long they take.
 
     >>> import cadenza
     >>> from cadenza.planning import Cluster, Link, Model, Work
@@ -79,22 +84,19 @@ def calibrate(seen: Sequence[Seen], cluster: Cluster, model: Model, work: Work) 
     >>> round(calibrate([Seen(cadenza.diloco(100), 0.1)], *place).factor, 1)
     1.8
     """
-    factors = sorted(_factor(one, cluster, model, work) for one in seen)
-    middle = len(factors) // 2
-    factor = factors[middle] if len(factors) % 2 else math.sqrt(factors[middle - 1] * factors[middle])
-    found = Calibration(factor, 0.0)
-    place, scaled = found.apply(cluster, work)
-    errors = [abs(predict(one.strategy, place, model, scaled).utilisation / one.utilisation - 1) for one in seen]
-    return Calibration(factor, max(errors))
+
+    def misfit(power: float) -> float:
+        errors = _errors(math.exp(power), seen, cluster, model, work)
+        return sum((error / _SEEN_WITHIN) ** 2 for error in errors) + (power / math.log(_RIGHT_WITHIN)) ** 2
+
+    power = min((step / 10 for step in range(-30, 31)), key=misfit)
+    for step in (0.02, 0.004, 0.0008):
+        power = min((power + step * i for i in range(-5, 6)), key=misfit)
+    factor = math.exp(power)
+    return Calibration(factor, max(abs(error) for error in _errors(factor, seen, cluster, model, work)))
 
 
-def _factor(seen: Seen, cluster: Cluster, model: Model, work: Work) -> float:
-    low, high = math.log(0.05), math.log(20.0)
-    for _ in range(40):
-        middle = (low + high) / 2
-        place, scaled = Calibration(math.exp(middle), 0.0).apply(cluster, work)
-        if predict(seen.strategy, place, model, scaled).utilisation > seen.utilisation:
-            low = middle
-        else:
-            high = middle
-    return math.exp((low + high) / 2)
+def _errors(factor: float, seen: Sequence[Seen], cluster: Cluster, model: Model, work: Work) -> list[float]:
+    """Return how far predictions are from what was seen, as shares of it, if rounds take so many times as long."""
+    place, scaled = Calibration(factor, 0.0).apply(cluster, work)
+    return [predict(one.strategy, place, model, scaled).utilisation / one.utilisation - 1 for one in seen]

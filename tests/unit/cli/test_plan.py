@@ -92,7 +92,7 @@ def test_measured_utilisations_calibrate(capsys: Capture) -> None:
     after = told(capsys, *words, "--period", "500", "--period", "2000", "--measured", f"500:{before / 2}")
     assert after["calibration"]["factor"] > 1.5
     by_period = {row["period"]: row["utilisation"] for row in after["rows"]}
-    assert by_period[500] == pytest.approx(before / 2, rel=1e-3)
+    assert by_period[500] == pytest.approx(before / 2, rel=5e-3)
     assert by_period[2000] > by_period[500]
 
 
