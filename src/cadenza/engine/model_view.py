@@ -194,8 +194,8 @@ class ModelView:
                 )
             if mesh is not None and any(level.follows for level in strategy.levels):
                 raise UnsupportedModelError(
-                    f"Parameter {name} is sharded, and every shard has a drift and times of its own, so their "
-                    "periods would differ: use a schedule and a codec that do not follow them."
+                    f"Parameter {name} is sharded, and every shard has a drift of its own, and times, so their "
+                    'periods would differ: use a schedule that does not follow the drift or times, and no codec="auto".'
                 )
         self._refuse_strange_optimizers()
 

@@ -236,7 +236,7 @@ class Strategy:
         if len(self.levels) > 1:
             return "they need not nest in those of other levels. Use one level, or groups that stay."
         if plan.follows:
-            return "each group has a drift and times of its own, so periods would differ. Use every(16), for instance."
+            return "each group has a drift of its own, and times, so periods would differ. Use every(16)."
         if self.balanced:
             return "balanced needs to know the speeds of one group. Use groups that stay, or balanced=False."
         if plan.anchored and not plan.outer.diverges:
