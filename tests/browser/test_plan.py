@@ -133,6 +133,17 @@ def test_the_page_is_drawn_without_any_network(chromium: Any, pages: dict[str, P
     assert wide
 
 
+def test_a_simulated_run_s_report_is_drawn_like_a_real_one_s(chromium: Any, tmp_path: Path) -> None:
+    words = [*COMMON, *PAGES["rough"], "--strategy", "diloco", "--rounds", "40", "--simulate", str(tmp_path / "run")]
+    with contextlib.suppress(SystemExit):
+        main(words)
+    opened(chromium, tmp_path / "run" / "report.html")
+    assert [e["message"] for e in chromium.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+    text = chromium.execute_script("return document.body.innerText")
+    assert "diloco" in text
+    assert "40" in text
+
+
 def test_a_place_is_a_place() -> None:
     """What `place_of` reads is all that a cluster has, but for hosts, which the page does not know."""
     cluster = Cluster(8, Link(1e9), 0.5)

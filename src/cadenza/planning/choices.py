@@ -21,6 +21,7 @@ __all__ = ["Candidate", "Recommendation", "Row", "plan_row", "recommend", "short
 # What a choice is thought to cost in the loss, in doublings of the period; no paper has measured them side by side.
 _CODEC_COST = {"fp32": 0.0, "bf16": 0.25, "fp16": 0.25, "int8": 0.5, "e3m0": 1.0, "topk": 2.0}
 _LATE_COST = 0.5
+_NEARLY = 0.995  # of the utilisation that the longest period gives, where no period reaches the target
 _PLAIN_COST = 0.5  # a mean without an outer step: it wants shorter periods
 
 
@@ -119,14 +120,16 @@ def plan_row(candidate: Candidate, period: int, place: Place) -> Row:
 
 
 def shortest_row(candidate: Candidate, place: Place) -> Row:
-    """Return a candidate at the shortest period that reaches the target, or at its longest if none does."""
+    """Return a candidate at the shortest period that reaches the target, or nearly the most that any does."""
 
-    def reaches(period: int) -> bool:
-        return predict(candidate.make(period), place.cluster, place.model, place.work).utilisation >= place.target
+    def used(period: int) -> float:
+        return predict(candidate.make(period), place.cluster, place.model, place.work).utilisation
 
     if candidate.least >= candidate.most:
         return plan_row(candidate, candidate.most, place)
-    found = smallest_period(reaches, least=candidate.least, most=candidate.most)
+    most = used(candidate.most)
+    target = place.target if most >= place.target else _NEARLY * most
+    found = smallest_period(lambda period: used(period) >= target, least=candidate.least, most=candidate.most)
     return plan_row(candidate, found or candidate.most, place)
 
 
@@ -141,7 +144,8 @@ def recommend(rows: Sequence[Row], place: Place) -> Recommendation:
         best = min(good, key=lambda row: (row.cost, -row.outcome.utilisation))
         return Recommendation(best, True, _why(best, place))
     if fitting:
-        best = max(fitting, key=lambda row: row.outcome.utilisation)
+        most = max(row.outcome.utilisation for row in fitting)
+        best = min((row for row in fitting if row.outcome.utilisation >= _NEARLY * most), key=lambda row: row.cost)
         return Recommendation(
             best,
             False,

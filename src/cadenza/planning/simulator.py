@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cadenza.errors import UsageError
 from cadenza.planning.inputs import Cluster, Model, Work
 from cadenza.planning.rounds import Costs, costs_of, fragment_sizes, group_size
+from cadenza.planning.waiting import pause_s
 from cadenza.schedules import largest_due
 
 if TYPE_CHECKING:
@@ -297,8 +298,8 @@ class _Simulator:
                 self.saved_s += math.floor((now - self.saved_s) / faults.checkpoint_s) * faults.checkpoint_s
             return False
         if hit:
-            pause_s = float(getattr(policy, "grace_s", 10.0))
-            self.clocks = [clock + pause_s for clock in self.clocks]
+            pause = pause_s(policy)
+            self.clocks = [clock + pause for clock in self.clocks]
         return policy.name == "skip_round" and bool(self.back_at)
 
     def _restart(self, worker: int, now: float) -> None:

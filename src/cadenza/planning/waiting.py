@@ -11,7 +11,7 @@ from cadenza.planning.inputs import Cluster
 if TYPE_CHECKING:
     from cadenza.faults import FaultPolicy
 
-__all__ = ["expected_maximum", "fault_share", "waiting_s"]
+__all__ = ["expected_maximum", "fault_share", "pause_s", "waiting_s"]
 
 
 def expected_maximum(count: int) -> float:
@@ -37,6 +37,16 @@ def waiting_s(cluster: Cluster, members: int, steps: int) -> float:
     return noise + cluster.straggle_s * max(0.0, at_all - own)
 
 
+def pause_s(policy: FaultPolicy) -> float:
+    """Return for how long the others wait for a worker that has failed; 0 where they do not go on.
+
+    >>> from cadenza.faults import raise_error, shrink
+    >>> pause_s(shrink(grace_s=3.0)), pause_s(raise_error())
+    (3.0, 0.0)
+    """
+    return policy.patience.grace_s if policy.tolerant else 0.0
+
+
 def fault_share(policy: FaultPolicy, cluster: Cluster, period_s: float) -> float:
     """Return the share of the training that is left after faults.
 
@@ -57,6 +67,5 @@ def fault_share(policy: FaultPolicy, cluster: Cluster, period_s: float) -> float
         return 1.0
     if not policy.tolerant:
         return 1 / (1 + rate * (faults.restart_s + faults.checkpoint_s / 2))
-    pause_s = float(getattr(policy, "grace_s", 10.0))
     lost_work_s = (faults.restart_s + period_s / 2) / cluster.workers
-    return 1 / (1 + rate * (pause_s + lost_work_s))
+    return 1 / (1 + rate * (pause_s(policy) + lost_work_s))

@@ -179,6 +179,16 @@ def test_a_run_gives_its_step_its_link_and_its_utilisation(capsys: Capture, tmp_
     assert whole == pytest.approx(inputs["cluster"]["step_s"] + 0.05 / 6, rel=0.05)
 
 
+def test_a_run_that_decided_itself_is_taken_as_it_ran(capsys: Capture, tmp_path: Path) -> None:
+    run = MadeUpRun(steps=60, period=6, workers=2).write(tmp_path / "run")
+    config = (run / "config.toml").read_text().replace("period = 6", 'period = "auto"')
+    (run / "config.toml").write_text(config.replace('codec = "int8"', 'codec = "auto"'))
+    words = ["--from", str(run), "--strategy", "diloco", "--codec", "int8", "--delay", "0", "--period", "6"]
+    auto = told(capsys, *words)["rows"][0]["utilisation"]
+    (run / "config.toml").write_text(config.replace('"auto"', "6"))
+    assert auto == told(capsys, *words)["rows"][0]["utilisation"]
+
+
 def test_doctor_and_bench_give_what_they_measured(capsys: Capture, tmp_path: Path) -> None:
     doctor = {
         "ranks": [{"rank": i, "host": "ada"} for i in range(4)],

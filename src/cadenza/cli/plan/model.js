@@ -2,7 +2,7 @@
 // tests/browser/test_plan.py compares its numbers with Python's.
 "use strict";
 const cadenzaPlan = (() => {
-  const HEADER = 72, LANE = 8 * 2 ** 20, MOST = 2 ** 20, LEAST = 2 ** 16, MESSAGES = 8, BUCKET = 25 * 2 ** 20;
+  const LANE = 8 * 2 ** 20, MOST = 2 ** 20, LEAST = 2 ** 16, MESSAGES = 8, BUCKET = 25 * 2 ** 20;
   const CYCLES = 2;
   const up = (a, b) => Math.ceil(a / b);
   const SIZES = {
@@ -71,7 +71,7 @@ const cadenzaPlan = (() => {
     const exact = codec === "fp32";
     const uplink = exact ? (outside ? bytes : 0) : Math.floor(here * bytes * outside / (members - 1));
     const turns = exact ? 2 * (members - 1) : 4;
-    return { sent: bytes + (members - 1) * HEADER, uplink, turns: turns + 1, slow: outside ? turns + 1 : 0 };
+    return { sent: bytes + (members - 1) * place.header_bytes, uplink, turns: turns + 1, slow: outside ? turns + 1 : 0 };
   }
   const transfer = (link, size) => 8 * size / (Math.min(link.up, link.down || link.up) * link.efficiency);
   function wire(load, place) {

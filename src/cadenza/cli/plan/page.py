@@ -14,9 +14,10 @@ from typing import Any
 
 from cadenza.cli.plan.candidates import POLICIES, build
 from cadenza.cli.plan.wishes import Wishes
+from cadenza.common.messages import HEADER_BYTES
 from cadenza.errors import UsageError
 from cadenza.planning.inputs import estimated_layers
-from cadenza.planning.waiting import expected_maximum
+from cadenza.planning.waiting import expected_maximum, pause_s
 
 __all__ = ["KINDS", "page_data", "write_page"]
 
@@ -62,8 +63,9 @@ def page_data(wishes: Wishes) -> dict[str, Any]:
                 **work.plain(),
                 "codec_s": {name: work.of(name) for name in ("fp32", "bf16", "int8", "e3m0", "topk")},
             },
+            "header_bytes": HEADER_BYTES,
             "policy": wishes.policy,
-            "grace_s": getattr(POLICIES[wishes.policy](), "grace_s", 0.0),
+            "grace_s": pause_s(POLICIES[wishes.policy]()),
             "maximum": expected_maximum(cluster.workers),
         },
         "kinds": [_kind(*one, wishes.policy) for one in KINDS],

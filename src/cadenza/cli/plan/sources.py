@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import UsageError
+
+if TYPE_CHECKING:
+    from cadenza.cli.report.data import Round
 
 __all__ = ["Found", "from_path", "from_task"]
 
@@ -116,7 +121,7 @@ def _from_run(folder: Path) -> Found:
         lines = reference.steps
         span = float(lines[-1]["elapsed"]) - float(lines[0]["elapsed"])
         whole_s = span / (len(lines) - 1)
-        seen = settings, min(1.0, statistics.median(steps) / whole_s)
+        seen = _as_it_ran(settings, reference.rounds), min(1.0, statistics.median(steps) / whole_s)
     return Found(
         f"step, link and workers as {folder} has them",
         parameters=run.parameters,
@@ -128,6 +133,17 @@ def _from_run(folder: Path) -> Found:
         samples=reference.samples / max(1, run.steps),
         unit=run.unit,
     )
+
+
+def _as_it_ran(settings: dict[str, Any], rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return a strategy's settings with what was decided on the way in place of "auto"."""
+    found = dict(settings)
+    if found.get("period") == "auto":
+        turns = sorted({round_.step for round_ in rounds if round_.fragment == rounds[0].fragment})
+        found["period"] = round(statistics.median(b - a for a, b in pairwise(turns))) if len(turns) > 1 else turns[0]
+    if found.get("codec") == "auto":
+        found["codec"] = rounds[-1].codec
+    return found
 
 
 def from_task(name: str) -> Found:
