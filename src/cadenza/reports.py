@@ -45,6 +45,7 @@ class RoundReport:
         weights: The weight of each participant in the mean, in the order of `participants`.
         participants: The global ranks whose contributions the mean is made of, ascending.
         reason: Why the round failed; empty if it did not.
+        decision: What the round has changed of period and codec, where these follow measured times, and why.
         absent: Workers that were expected and did not take part, ascending.
         kind: What sort of event is reported: "round", or "failed" for a round that changed nothing.
 
@@ -73,6 +74,7 @@ class RoundReport:
     reason: str = ""
     absent: tuple[int, ...] = ()
     kind: str = "round"
+    decision: str = ""
 
     @classmethod
     def example(cls, **figures: Any) -> RoundReport:
@@ -146,7 +148,7 @@ class RoundReport:
         JSON has no infinity and no NaN; they are written as the strings "inf", "-inf" and "nan".
 
         >>> RoundReport.example(drift=float("inf")).to_json()
-        '{"step": 500, ..., "drift": "inf", ..., "kind": "round"}'
+        '{"step": 500, ..., "drift": "inf", ..., "kind": "round", "decision": ""}'
         """
         return json.dumps({name: _plain(value) for name, value in asdict(self).items()}, allow_nan=False)
 

@@ -47,7 +47,17 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     {'strategy.period': 8}
     """
     given = {key: flags[name] for name, key in CONFIG_KEYS.items() if flags.get(name) is not None}
+    period = given.get("strategy.period")
+    if isinstance(period, str) and period != "auto":
+        given["strategy.period"] = _steps(period)
     return given if flags.get("log") is None else given | _logs(flags["log"])
+
+
+def _steps(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f'--period is a whole number of steps, or auto; got "{text}".') from None
 
 
 def _logs(names: str) -> dict[str, bool]:
@@ -126,12 +136,15 @@ StrategyName: TypeAlias = Annotated[
         autocompletion=_complete_strategy,
     ),
 ]
-Period: TypeAlias = Annotated[int | None, _option("Steps from one round to the next.", STRATEGY)]
+Period: TypeAlias = Annotated[
+    str | None,
+    _option("Steps from one round to the next; auto: as few as the link allows.", STRATEGY, metavar="STEPS"),
+]
 Codec: TypeAlias = Annotated[
     str | None,
     _option(
-        "How differences are written: fp32, bf16, fp16, int8, e3m0 or topk; +feedback behind it sends later what was "
-        "lost.",
+        "How differences are written: fp32, bf16, fp16, int8, e3m0, topk or auto; +feedback behind it sends later what "
+        "was lost.",
         STRATEGY,
         autocompletion=_complete_codec,
     ),

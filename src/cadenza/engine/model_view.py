@@ -199,10 +199,10 @@ class ModelView:
                     f"Parameter {name} is sharded, and clipping needs the norm of the whole difference, which no rank "
                     "has: use an outer update without clip."
                 )
-            if mesh is not None and any(level.schedule.uses_drift for level in strategy.levels):
+            if mesh is not None and any(level.follows for level in strategy.levels):
                 raise UnsupportedModelError(
-                    f"Parameter {name} is sharded, and every shard has a drift of its own, so their periods would "
-                    "differ: use a schedule that does not follow the drift."
+                    f"Parameter {name} is sharded, and every shard has a drift of its own, and times, so their "
+                    'periods would differ: use a schedule that does not follow the drift or times, and no codec="auto".'
                 )
         self._refuse_strange_optimizers()
 

@@ -86,7 +86,8 @@ class Reporter:
             raw_bytes=done.raw_bytes,
             stall_s=pending.stall_s,
             delay=clock - pending.step,
-            codec=group.plan.codec.name,
+            codec=pending.codec or group.plan.codec.name,
+            decision=pending.decision,
             codec_error=math.sqrt(done.error2 / done.norm2) if done.norm2 else None,
             **{"wire_s": 0.0, "drift": None, **figures},
         )

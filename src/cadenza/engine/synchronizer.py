@@ -129,6 +129,13 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
+        self._state.pace.enter()
+        try:
+            self._step(samples)
+        finally:
+            self._state.pace.leave()
+
+    def _step(self, samples: float | None) -> None:
         self._check_values()
         counts = self._state.counts
         if samples is None and self.strategy.weighting.needs_samples and not counts.exhausted:

@@ -74,6 +74,8 @@ class Recorder:
         step = figures.pop("step")
         del figures["kind"]
         self.writer.write("round", step, **figures, launched=round(launched, 6), landed=round(landed, 6))
+        if report.decision:
+            self.event(report.step, f"Decided: {report.decision}")
         observers.notify([board.observe_round for board in self.boards], report)
 
     def _observe_failure(self, report: RoundReport) -> None:

@@ -47,6 +47,7 @@ _CODECS: dict[str, Callable[[], codecs.Codec]] = {
     "int8": codecs.int8,
     "e3m0": codecs.e3m0,
     "topk": codecs.topk,
+    "auto": codecs.auto,
 }
 CODECS = tuple(_CODECS)
 _FEEDBACK = "+feedback"
@@ -196,10 +197,12 @@ def _value(key: str, value: Any) -> Any:
         return {_steps(key, period): _groups(groups) for period, groups in value.items()}
     if key == "period" and isinstance(value, Mapping):
         return cadenza.changing({_steps(key, step): period for step, period in value.items()})
+    if key == "period" and value == "auto":
+        return value
     if key == "period" and (isinstance(value, bool) or not isinstance(value, int)):
         raise UsageError(
-            f"strategy.period = {value!r}: a whole number of steps is required, or a table of periods by the step from "
-            "which they hold, such as {1 = 16, 1000 = 64}."
+            f'strategy.period = {value!r}: a whole number of steps is required, "auto", or a table of periods by the '
+            "step from which they hold, such as {1 = 16, 1000 = 64}."
         )
     return value
 

@@ -195,11 +195,11 @@ class RunData:
 
     @property
     def strategy(self) -> str:
-        return str(self._start.get("strategy", "")) or str(self._settings.get("name", ""))
+        return str(self._start.get("strategy", "")) or str(self.settings.get("name", ""))
 
     @property
     def codec(self) -> str:
-        return str(self._settings.get("codec", "")) or next((round.codec for round in self.reference.rounds), "")
+        return str(self.settings.get("codec", "")) or next((round.codec for round in self.reference.rounds), "")
 
     @property
     def unit(self) -> str:
@@ -319,7 +319,7 @@ class RunData:
         return None
 
     @cached_property
-    def _settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         try:
             strategy = tomllib.loads(self.config).get("strategy", {})
         except tomllib.TOMLDecodeError:
