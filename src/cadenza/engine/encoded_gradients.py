@@ -17,7 +17,7 @@ import torch
 
 from cadenza.codecs import Codec
 from cadenza.common.identity import identity
-from cadenza.engine.cutting import unit_of
+from cadenza.common.messages import unit_of
 from cadenza.engine.exchange import Residual, exchange_mean
 from cadenza.engine.header import HEADER_BYTES, Header
 from cadenza.engine.opening import abandoning, open_round
