@@ -50,7 +50,9 @@ class Reporter:
 
     def _look_at_drift(self, pending: PendingRound, result: RoundResult) -> None:
         """Warn, once, of workers that have not moved apart: then there is nothing for rounds to do."""
-        if pending.drift != 0 or len(result.members) == 1 or result.weightless or not self._looks_at_drift:
+        if not self._looks_at_drift or pending.drift != 0 or result.weightless:
+            return
+        if sum(weight > 0 for weight in result.weights) < 2:  # others have only caught up
             return
         self._looks_at_drift = False
         _logger.warning(
