@@ -14,6 +14,7 @@ def warn_if_untested(package: str, tested: Collection[str]) -> None:
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
     ...     warn_if_untested("torch", ["0.1"])
     >>> "was never tested" in str(caught[0].message)
     True
