@@ -50,13 +50,14 @@ def accuracy(prediction):
 
 
 trainer = Trainer(model, args, train_dataset=rows[360:], eval_dataset=rows[:360], compute_metrics=accuracy)
-CadenzaCallback(cadenza.diloco(period=10, outer_lr=0.4)).bind(trainer)
+reports = []
+CadenzaCallback(cadenza.diloco(period=10, outer_lr=0.4), observers=[reports.append]).bind(trainer)
 trainer.train()
 
 seen = trainer.evaluate()
 if trainer.is_world_process_zero():
     world = dist.get_world_size()
-    sent = sum(log.get("cadenza/bytes_sent", 0) for log in trainer.state.log_history)
+    sent = sum(report.bytes_sent for report in reports)
     gradients = steps * 2 * (world - 1) / world * sum(4 * p.numel() for p in model.parameters())
     print(f"{world} workers, {steps} steps: loss {seen['eval_loss']:.3f}, accuracy {seen['eval_accuracy']:.1%}")
     print(f"each worker sent {sent / 1e6:.2f} MB; averaging every step's gradients sends {gradients / 1e6:.2f} MB")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.codecs import Codec, bf16, e3m0, error_feedback, fp32, int8, topk
 from cadenza.ddp_comm_hooks.quantized_hook import QuantizedState, quantized_hook
+from cadenza.engine.header import HEADER_BYTES
 from cadenza.errors import CheckpointError
 from support.ranks import RankPool, outcome
 
@@ -167,7 +168,7 @@ def bytes_and_buckets() -> tuple[int, int, int]:
 def test_each_rank_sends_a_quarter_of_what_ddp_sends(ranks: RankPool) -> None:
     for sent, iterations, encoded in ranks.run(4, bytes_and_buckets):
         assert iterations == 1
-        assert sent == 2 * 3 * encoded // 4 + 3 * 72  # and a header to each of the others
+        assert sent == 2 * 3 * encoded // 4 + 3 * HEADER_BYTES  # and a header to each of the others
 
 
 # ---- what DDP does ------------------------------------------------------------------------------------------------

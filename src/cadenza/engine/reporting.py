@@ -27,6 +27,7 @@ class Reporter:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
         self._looks_at_drift = True
+        self._last: dict[int, int] = {}  # at which step each fragment's last round has landed
 
     def landed(self, pending: PendingRound, result: RoundResult, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has landed."""
@@ -35,7 +36,7 @@ class Reporter:
             workers = name_workers(result.left_out)
             reason = f"the contribution of {workers} was left out: not finite, or far larger than the others'"
             _logger.warning("Worker %d: %s", result.members[result.position], reason)
-        self._look_at_drift(pending, result)
+        self._look_at_drift(pending, result, clock)
         self._tell(
             pending,
             group,
@@ -48,11 +49,11 @@ class Reporter:
             reason=reason,
         )
 
-    def _look_at_drift(self, pending: PendingRound, result: RoundResult) -> None:
+    def _look_at_drift(self, pending: PendingRound, result: RoundResult, clock: int) -> None:
         """Warn, once, of workers that have not moved apart: then there is nothing for rounds to do."""
-        if not self._looks_at_drift or pending.drift != 0 or result.weightless:
-            return
-        if sum(weight > 0 for weight in result.weights) < 2:  # others have only caught up
+        last, self._last[pending.fragment] = self._last.get(pending.fragment), clock
+        alone = sum(weight > 0 for weight in result.weights) < 2  # others have only caught up
+        if not self._looks_at_drift or pending.drift != 0 or alone or result.weightless or pending.step == last:
             return
         self._looks_at_drift = False
         _logger.warning(
