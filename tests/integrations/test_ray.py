@@ -20,6 +20,8 @@ from support.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 TRAIN, CORE = (ROOT / "examples" / f"{name}.py" for name in ("ray_train", "ray_core_shrink"))
 STEPS = 60
+# By default Ray's workers give way to whatever else runs, here to all other tests.
+ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 pytestmark = [pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]  # Ray warns of its own future
 
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]  #
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """A Ray of this test's own, which ends with it."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, ENVIRONMENT):
         warnings.simplefilter("ignore")
         import ray
 
