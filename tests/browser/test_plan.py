@@ -141,7 +141,7 @@ def test_a_simulated_run_s_report_is_drawn_like_a_real_one_s(chromium: Any, tmp_
     assert [e["message"] for e in chromium.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
     text = chromium.execute_script("return document.body.innerText")
     assert "diloco" in text
-    assert "40" in text
+    assert "rounds\t40" in text
 
 
 def test_a_place_is_a_place() -> None:
