@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.cli.report import write_report
+from cadenza.cli.report.page import write_report
 from support.browser import opened_browser, wait_until_drawn, why_no_browser
 from support.runs import MadeUpRun
 

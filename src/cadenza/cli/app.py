@@ -16,7 +16,7 @@ from rich.console import Console
 from cadenza.cli.bench import bench
 from cadenza.cli.doctor import doctor
 from cadenza.cli.failures import exit_code, explain
-from cadenza.cli.report import report
+from cadenza.cli.report.command import report
 from cadenza.cli.train import train
 from cadenza.errors import CadenzaError
 from cadenza.version import __version__

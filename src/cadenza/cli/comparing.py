@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from cadenza.cli.running import carry_out, emulated, make_run
+from cadenza.cli.running import carry_out, emulated, import_task, make_run
 from cadenza.cli.train import finish
 from cadenza.cli.watching import InterruptedRunError
 from cadenza.errors import UsageError
@@ -38,6 +38,7 @@ def race(
     entered = contestants(config, names)
     if config.launch.nnodes != "1":
         raise UsageError("--compare trains on one node.")
+    import_task(config, console, plain=plain)
     with nullcontext() if link is None else emulated(link, config) as network:
         for name, entry in entered.items():
             run = make_run(folder / name, entry)

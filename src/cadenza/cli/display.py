@@ -25,6 +25,7 @@ _REFRESH_S = 0.5
 _COST_LIMIT = 0.005  # of one core
 _PLAIN_S, _PLAIN_MOST_S = 5.0, 60.0  # plain lines come every few seconds at first, every minute in a long run
 _FULL, _LIGHT, _HALF = "━", "─", "╸"
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _LEVEL_STYLES = {"warning": "yellow", "error": "red"}
 
 
@@ -56,6 +57,7 @@ class LiveDisplay:
         self._next = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._progress = Progress()
+        self._began = time.monotonic()
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -86,7 +88,9 @@ class LiveDisplay:
 
     def _draw(self) -> None:
         size = self._console.size
-        self._live.update(draw(self._progress, self._title, size.width, size.height, self._notice), refresh=True)
+        waited_s = time.monotonic() - self._began
+        picture = draw(self._progress, self._title, size.width, size.height, self._notice, waited_s)
+        self._live.update(picture, refresh=True)
 
 
 class PlainDisplay:
@@ -132,14 +136,18 @@ class PlainDisplay:
         self._console.print(Text(text), soft_wrap=True)
 
 
-def draw(progress: Progress, title: str, width: int = 80, height: int = 40, notice: str = "") -> RenderableType:
+def draw(
+    progress: Progress, title: str, width: int = 80, height: int = 40, notice: str = "", waited_s: float = 0.0
+) -> RenderableType:
     """Return the live picture: a row a worker, then what all of them have done together."""
     picture = Text(no_wrap=True, overflow="ellipsis")
     for line in _wrapped([Text(part, "bold") for part in title.split(" · ")], width):
         picture.append_text(line).append("\n")
     workers = [progress.workers[worker] for worker in sorted(progress.workers)]
-    if not workers:
-        picture.append("waiting for the workers to start\n", "dim")
+    if not progress.steps:
+        told = ": ".join(filter(None, ["starting the workers", progress.starting]))
+        turn = _SPINNER[int(waited_s / _REFRESH_S) % len(_SPINNER)]
+        picture.append(f"{turn} ", "cyan").append(f"{told} · {_clock(waited_s)}\n", "dim")
     else:
         _append_workers(picture, progress, workers, width, most=max(1, height - 8))
         for facts in _facts(progress):

@@ -7,7 +7,7 @@ even parsed, and a run of a thousand steps a second is as cheap to follow as one
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ class WorkerProgress:
     next_sync: int | None = None
     gradient_bytes: float = 0.0
     status: str = "starting"
+    phase: str = "starting"
     error: str | None = None
     ended: float = 0.0
     first_step: int = 0
@@ -71,6 +72,8 @@ class WorkerProgress:
                 self.step = self.first_step = line["step"]
                 self.first_elapsed, self.gradient_bytes = self.elapsed, line["gradient_bytes"]
                 self.recent.clear()
+            case "phase":
+                self.status, self.phase = "starting", line["text"]
             case "step":
                 self.step, self.loss, self.samples = line["step"], float(line["loss"]), line["samples"]
                 self.bytes_sent, self.stall_s, self.next_sync = line["bytes_sent"], line["stall_s"], line["next_sync"]
@@ -95,6 +98,13 @@ class Progress:
     evaluation: tuple[int, float] | None = None
     checkpoint: tuple[int, int] | None = None
     workers: dict[int, WorkerProgress] = field(default_factory=dict)
+
+    @property
+    def starting(self) -> str:
+        """What those do that have not come to their first step; nothing once all have."""
+        phases = [worker.phase for worker in self.workers.values() if worker.status == "starting"]
+        told = [f"{count} {phase}" for phase, count in Counter(phases).items()]
+        return ", ".join(told)
 
     @property
     def step(self) -> int:

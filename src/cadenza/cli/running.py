@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -20,11 +20,19 @@ from cadenza.emulation import Network
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, LaunchSettings
 from cadenza.training.runs import Run, create, open_run
+from cadenza.training.task import load_build
 
-__all__ = ["carry_out", "emulated", "make_run", "same_run", "title_of"]
+__all__ = ["carry_out", "emulated", "import_task", "make_run", "same_run", "title_of"]
 
 _MEETING = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 _OTHERS_S = 10.0  # for another node to finish making the folder that all share
+
+
+def import_task(config: Config, console: Console, *, plain: bool) -> None:
+    """Import the task, so that what is wrong with it is told before there is a folder or a worker."""
+    live = console.is_terminal and not plain
+    with console.status(f"importing {config.task}") if live else nullcontext():
+        load_build(config.task)
 
 
 def make_run(folder: Path, config: Config) -> Run:

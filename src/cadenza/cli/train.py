@@ -116,7 +116,7 @@ def _begin(
 ) -> None:
     """Make a new run, and train it."""
     from cadenza.cli.rendezvous import arrange, store_place
-    from cadenza.cli.running import emulated, make_run
+    from cadenza.cli.running import emulated, import_task, make_run
     from cadenza.training.runs import read_metrics
 
     if folder is None:
@@ -128,6 +128,7 @@ def _begin(
         folder = _default_folder(config.strategy.name)
     if link is None:  # what is wrong with the endpoint is said before there is a folder
         store_place(config) if config.faults.tolerant else arrange(config.launch, name=folder.name)
+    import_task(config, console, plain=plain)
     with nullcontext() if link is None else emulated(link, config) as network:
         run = make_run(folder, config)
         try:
@@ -149,7 +150,7 @@ def _go_on(
     show: bool,
 ) -> None:
     """Go on with a run, as its folder says and the flags change it."""
-    from cadenza.cli.running import emulated, same_run
+    from cadenza.cli.running import emulated, import_task, same_run
     from cadenza.training.runs import open_run
 
     run = open_run(folder)
@@ -163,6 +164,7 @@ def _go_on(
         raise UsageError(
             f"{folder} has finished its {summary['steps']} steps; --steps {2 * summary['steps']} would go on with it."
         )
+    import_task(config, console, plain=plain)
     with nullcontext() if link is None else emulated(link, config) as network:
         if not same_run(config, before):
             run.write_config(config)
@@ -196,7 +198,7 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
 
 def finish(folders: Sequence[Path], target: Path, console: Console, *, report: bool) -> None:
     """Show what came of the runs, and draw it."""
-    from cadenza.cli.report import write_report
+    from cadenza.cli.report.page import write_report
     from cadenza.cli.results import results
 
     console.print(results(folders))

@@ -58,6 +58,7 @@ def run_worker(folder: str | Path) -> str:
         recorder.go_on_from(crew.last_record(run))  # unless it turns out that all begin together
         log = leaving.enter_context(LogEvents(_logger))
         try:
+            recorder.phase("building the task")
             job = Job(config, recorder.observe_round, crew)
             leaving.callback(job.sync.close)
             return _Loop(run, job, crew, recorder, log).train()
@@ -128,6 +129,7 @@ class _Loop:
 
     def _restore(self) -> None:
         """Go on from the checkpoint on which all that start together agree, if there is one."""
+        self.recorder.phase("looking for a checkpoint")
         restored = self.checkpoints.restore()
         self.recorder.go_on_from(NO_RECORD)
         if restored.extra is not None:

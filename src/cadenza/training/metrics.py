@@ -163,6 +163,8 @@ def _without_stale(lines: Iterator[Line]) -> list[Line]:
     """Return the lines that no later start has overtaken; events are history, and stay."""
     kept: list[Line] = []
     for line in lines:
+        if line["kind"] == "phase":  # of a beginning, for those who watch it
+            continue
         if line["kind"] == "start":
             kept = [old for old in kept if old["kind"] == "event" or _known_at(old) <= line["step"]]
         kept.append(line)

@@ -134,6 +134,10 @@ class Recorder:
             if self.board is not None:
                 self.board.draw(step, held_out=loss)
 
+    def phase(self, text: str) -> None:
+        """Write down what this worker does before it takes steps."""
+        self.writer.write("phase", self.last_step, text=text)
+
     def event(self, step: int, text: str, *, level: str = "info") -> None:
         """Write down something out of the ordinary."""
         self.writer.write("event", step, text=text, level=level)

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from cadenza.common.later import torch
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, read_config
 from cadenza.training.metrics import Metrics, MetricsWriter, Stopwatch, metrics_file, plain, read_lines

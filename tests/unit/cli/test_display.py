@@ -151,7 +151,13 @@ def test_workers_of_several_hosts_are_shown_with_them() -> None:
 
 
 def test_before_the_workers_start_it_says_so() -> None:
-    assert "waiting for the workers" in text_of(Progress(), 80)
+    progress = Progress()
+    assert "starting the workers · 0 s" in text_of(progress, 80)
+    for worker in range(3):
+        progress.take(worker, {"kind": "phase", "elapsed": 0.0, "step": 0, "text": "building the task"})
+    progress.take(2, {"kind": "phase", "elapsed": 0.0, "step": 0, "text": "looking for a checkpoint"})
+    told = text_of(progress, 80)
+    assert "starting the workers: 2 building the task, 1 looking for a checkpoint · 0 s" in told
 
 
 def test_a_picture_that_costs_much_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

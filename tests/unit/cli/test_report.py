@@ -14,8 +14,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cadenza.cli.report import report, write_report
+from cadenza.cli.report.command import report
 from cadenza.cli.report.data import read_runs
+from cadenza.cli.report.page import write_report
 from cadenza.cli.report.timeline import activity
 from cadenza.errors import UsageError
 from support.runs import MadeUpRun
