@@ -248,8 +248,8 @@ def _not_imported(name: str, error: BaseException) -> str:
     """Return what went wrong while the task's module was imported, and where."""
     if isinstance(error, SystemExit):
         return (
-            f'The task "{name}": its module ends the program when it is imported (exit code {error.code}). What a script '
-            'does when it is started belongs below `if __name__ == "__main__":`.'
+            f'The task "{name}": its module ends the program when it is imported (exit code {error.code}). What a '
+            'script does when it is started belongs below `if __name__ == "__main__":`.'
         )
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from cadenza.cli.app import app
 
@@ -44,8 +43,6 @@ MISTAKES = [
 
 def answers(folder: Path, *lines: list[str]) -> list[str]:
     """What the command prints for each line, up to its exit code."""
-    import json
-
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines)],
         cwd=folder,
@@ -76,7 +73,8 @@ def test_mistakes_are_told_without_torch(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["torch", "torch.distributed"])
-def test_importing_cadenza_does_not_import(name: str) -> None:
-    code = f"import sys, cadenza.presets; assert {name!r} not in sys.modules; cadenza.attach; assert {name!r} in sys.modules"
+def test_public_names_bring_torch_and_strategies_do_not() -> None:
+    code = (
+        "import sys, cadenza.presets; assert 'torch' not in sys.modules; cadenza.attach; assert 'torch' in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
