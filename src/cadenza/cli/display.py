@@ -58,6 +58,7 @@ class LiveDisplay:
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._progress = Progress()
         self._began = time.monotonic()
+        self._resumed = False
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -75,7 +76,10 @@ class LiveDisplay:
         began = time.thread_time()
         self._progress = progress
         for worker, line in news:
-            if line["kind"] == "event" and line["level"] != "info":
+            if line["kind"] == "start" and line["resumed"] and not self._resumed:
+                self._resumed = True
+                self._console.print(f"Going on from step {line['step']}.")
+            elif line["kind"] == "event" and line["level"] != "info":
                 self._console.print(Text(f"worker {worker}: {line['text']}", _LEVEL_STYLES.get(line["level"], "")))
             elif text := self._failures.take(worker, line):
                 self._console.print(Text(text, _LEVEL_STYLES["warning"]))

@@ -19,10 +19,11 @@ from cadenza.cli.watching import watch
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, LaunchSettings
+from cadenza.training.ownership import owning
 from cadenza.training.runs import Run, create, open_run
 from cadenza.training.task import load_build
 
-__all__ = ["carry_out", "emulated", "import_task", "make_run", "same_run", "title_of"]
+__all__ = ["carry_out", "emulated", "import_task", "make_run", "owned", "same_run", "title_of"]
 
 _MEETING = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 _OTHERS_S = 10.0  # for another node to finish making the folder that all share
@@ -89,7 +90,26 @@ def emulated(rate: str, config: Config) -> Iterator[Network]:
         yield network
 
 
-def carry_out(run: Run, config: Config, console: Console, *, plain: bool, network: Network | None = None) -> bool:
+@contextmanager
+def owned(run: Run, config: Config, console: Console) -> Iterator[int | None]:
+    """Own a run inside the block; its value is the lock's file, for those who write into the run's folder."""
+    launch = config.launch
+    job = "" if launch.nnodes == "1" else f"{launch.rdzv_id or run.folder.name} at {launch.rdzv_endpoint}"
+    with owning(run.folder, job=job) as lock:
+        if lock.before is not None:
+            console.print(f"The run's last owner has ended without a word: {lock.before}.", soft_wrap=True)
+        yield lock.file
+
+
+def carry_out(
+    run: Run,
+    config: Config,
+    console: Console,
+    *,
+    plain: bool,
+    network: Network | None = None,
+    lock: int | None = None,
+) -> bool:
     """Start the workers of a run, show how far they are, and return when they have finished.
 
     Returns:
@@ -101,7 +121,7 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     logs = log_folder(run.folder)
     follower = Follower(run.metrics, from_now=True)
     sent = [] if network is None else [host.bytes_sent() for host in network.hosts]
-    workers = Workers(program_for(run.folder, config, logs, network), logs.parent, network)
+    workers = Workers(program_for(run.folder, config, logs, network), logs.parent, network, lock)
     title = title_of(run, config, network)
     live = console.is_terminal and not plain and workers.leads
     display: Display = LiveDisplay(console, title) if live else PlainDisplay(console, title)
