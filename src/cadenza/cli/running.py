@@ -16,6 +16,7 @@ from cadenza.cli.launching import Workers, log_folder
 from cadenza.cli.programs import program_for
 from cadenza.cli.rendezvous import node_range
 from cadenza.cli.watching import watch
+from cadenza.common.wording import count_workers
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, LaunchSettings
@@ -138,7 +139,7 @@ def title_of(run: Run, config: Config, network: Network | None = None) -> str:
     strategy, launch = config.strategy, config.launch
     parts = [" ".join(["cadenza train", strategy.name, strategy.codec]).strip()]
     nodes = "" if launch.nnodes == "1" else f" on each of {launch.nnodes} nodes"
-    parts.append(f"{launch.workers} workers{nodes}")
+    parts.append(f"{count_workers(launch.workers)}{nodes}")
     if config.faults.tolerant:
         parts.append(config.faults.policy)
     if network is not None:

@@ -118,7 +118,8 @@ class Supervisor:
         metrics = Path(self._plan.metrics) / metrics_file(worker)
         error = last_record(metrics).error if code > 0 else ""
         how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error else ""))
+        status = "restarting" if restarts else "dead"
+        write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error else ""), status=status)
         if not restarts:
             write_end(metrics, "lost", error or f"It {how}.")
 

@@ -63,3 +63,8 @@ def test_the_title_says_what_is_trained_where(tmp_path: Path) -> None:
     config = read_config(None, {**NODES, "strategy.codec": "bf16"})
     run = make_run(tmp_path / "run", config)
     assert title_of(run, config) == f"cadenza train diloco bf16 · 4 workers on each of 2 nodes · {tmp_path / 'run'}"
+
+
+def test_one_worker_is_called_a_worker(tmp_path: Path) -> None:
+    config = read_config(None, {"launch.workers": 1})
+    assert " · 1 worker · " in title_of(make_run(tmp_path / "run", config), config)

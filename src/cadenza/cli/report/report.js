@@ -44,7 +44,29 @@
     layout.height = Number(plot.dataset.height);
     layout.dragmode = touch ? false : "zoom"; // on a touch screen a finger on a chart scrolls the page
     plot.drawn = true;
-    return Plotly.react(plot, data, layout, options);
+    const drawn = Plotly.react(plot, data, layout, options);
+    if (plot.dataset.linked && !plot.followed) {
+      plot.followed = true;
+      plot.on("plotly_relayout", (change) => follow(plot, change));
+    }
+    return drawn;
+  }
+
+  let following = false;
+
+  /** Zoom the charts that are linked to one as it was zoomed. */
+  async function follow(plot, change) {
+    const low = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0];
+    const high = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
+    if (following || (low === undefined && !change["xaxis.autorange"])) return;
+    const update = low === undefined ? { "xaxis.autorange": true } : { "xaxis.range": [low, high] };
+    const others = plots.filter((other) => other !== plot && other.drawn && other.dataset.linked === plot.dataset.linked);
+    following = true;
+    try {
+      await Promise.all(others.map((other) => Plotly.relayout(other, update)));
+    } finally {
+      following = false;
+    }
   }
 
   const redraw = () => plots.filter((plot) => plot.drawn).forEach(draw);
