@@ -264,7 +264,7 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
         "training_loss": losses / count if count else None,
         "bytes_sent": recorder.bytes_sent,
         "ddp_bytes": job.gradient_bytes * step,
-        "stall_s": recorder.stall_s,
+        "stall_s": None if job.is_ddp else recorder.stall_s,  # DDP waits inside backward(), where nobody measures it
         "rounds": recorder.rounds,
         "parameters": job.parameters,
         "samples_per_s": samples / max(recorder.elapsed, 1e-9),

@@ -36,7 +36,7 @@ def set_aside(folder: Path) -> None:
 
 
 def last_whole_step(run: Run, *, tolerant: bool) -> int | None:
-    """Return the step of the newest checkpoint whose files are all there and as long as they were written.
+    """Return the step of the newest checkpoint whose files are all there, and what was written.
 
     Args:
         run: The run.
@@ -49,15 +49,15 @@ def last_whole_step(run: Run, *, tolerant: bool) -> int | None:
 
 
 def _is_whole(folder: Path, tolerant: bool) -> bool:
-    from cadenza.checkpoint.files import read_manifest
+    from cadenza.checkpoint.files import read_manifest, verify
     from cadenza.checkpoint.layout import manifests, shared_file, worker_file, workers_of
 
     def is_as_written(name: str) -> bool:
-        path = folder / name
         try:
-            return path.stat().st_size == read_manifest(path).bytes
-        except (CheckpointError, OSError):
+            verify(folder / name, read_manifest(folder / name))
+        except CheckpointError:
             return False
+        return True
 
     if tolerant:
         return is_as_written(shared_file()) and any(is_as_written(worker_file(one)) for one in workers_of(folder))
