@@ -52,6 +52,9 @@
     return drawn;
   }
 
+  const linkedTo = (plot) =>
+    plots.filter((other) => other !== plot && other.drawn && plot.dataset.linked && other.dataset.linked === plot.dataset.linked);
+
   let following = false;
 
   /** Zoom the charts that are linked to one as it was zoomed. */
@@ -60,10 +63,9 @@
     const high = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
     if (following || (low === undefined && !change["xaxis.autorange"])) return;
     const update = low === undefined ? { "xaxis.autorange": true } : { "xaxis.range": [low, high] };
-    const others = plots.filter((other) => other !== plot && other.drawn && other.dataset.linked === plot.dataset.linked);
     following = true;
     try {
-      await Promise.all(others.map((other) => Plotly.relayout(other, update)));
+      await Promise.all(linkedTo(plot).map((other) => Plotly.relayout(other, update)));
     } finally {
       following = false;
     }
@@ -110,7 +112,7 @@
       const plot = frame.firstElementChild;
       if (event.ctrlKey || event.metaKey || event.altKey || !plot.drawn) return;
       if (event.key === "0") {
-        draw(plot);
+        [plot, ...linkedTo(plot)].forEach(draw);
       } else if (event.key in moves) {
         const [low, high] = plot.layout.xaxis.range;
         const [by, to] = moves[event.key];
