@@ -18,7 +18,7 @@ from cadenza.cli.doctor import doctor
 from cadenza.cli.export import export
 from cadenza.cli.failures import exit_code, explain
 from cadenza.cli.plan import plan
-from cadenza.cli.report import report
+from cadenza.cli.report.command import report
 from cadenza.cli.train import train
 from cadenza.errors import CadenzaError
 from cadenza.version import __version__

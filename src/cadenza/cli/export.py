@@ -7,9 +7,6 @@ from typing import Annotated
 
 import typer
 
-from cadenza.training.exporting import export_model
-from cadenza.training.runs import open_run
-
 __all__ = ["export"]
 
 
@@ -31,4 +28,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model for use elsewhere: in plain PyTorch, or by from_pretrained."""
+    from cadenza.training.exporting import export_model
+    from cadenza.training.runs import open_run
+
     print(export_model(open_run(run), out, step=step, worker=worker))

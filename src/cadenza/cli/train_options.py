@@ -115,6 +115,10 @@ RunFolder: TypeAlias = Annotated[
 Resume: TypeAlias = Annotated[
     Path | None, _option("Go on with a run, from its newest whole checkpoint.", RUN, "--resume", metavar="RUN")
 ]
+Force: TypeAlias = Annotated[bool, _option("Resume with another task than the run's.", RUN, "--force")]
+FromScratch: TypeAlias = Annotated[
+    bool, _option("Resume at step 0, with the run's checkpoints set aside.", RUN, "--from-scratch")
+]
 Plain: TypeAlias = Annotated[bool, _option("Plain lines, also on a terminal.", RUN, "--plain")]
 Log: TypeAlias = Annotated[
     str | None,

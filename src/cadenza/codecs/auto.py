@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-import torch
-
 from cadenza.codecs.base import Codec
 from cadenza.codecs.exponents import e3m0
 from cadenza.codecs.floats import bf16
 from cadenza.codecs.integers import int8
 from cadenza.common.checks import as_number
+from cadenza.common.later import torch
 
 __all__ = ["AutoCodec", "ChoosingCodec", "auto"]
 

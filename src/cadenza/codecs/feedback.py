@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
-
 from cadenza.codecs.auto import ChoosingCodec
 from cadenza.codecs.base import Codec, CombiningCodec, ShapedCodec
 from cadenza.common.checks import check_share
+from cadenza.common.later import torch
 
 __all__ = ["error_feedback"]
 

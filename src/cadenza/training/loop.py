@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from cadenza.errors import CadenzaError
 from cadenza.training.boards import open_boards
 from cadenza.training.checkpoints import Checkpoints
 from cadenza.training.config import Config
@@ -60,6 +61,7 @@ def run_worker(folder: str | Path) -> str:
         recorder.go_on_from(crew.last_record(run))  # unless it turns out that all begin together
         log = leaving.enter_context(LogEvents(_logger))
         try:
+            recorder.phase("building the task")
             job = Job(config, recorder.observe_round, crew)
             leaving.callback(job.sync.close)
             return _Loop(run, job, crew, recorder, log).train()
@@ -68,7 +70,8 @@ def run_worker(folder: str | Path) -> str:
             text = crew.explain(error)
             recorder.writer.write("end", recorder.last_step, status="failed", error=text)
             if crew.worker == 0 and not config.faults.tolerant:
-                run.write_summary({"status": "failed", "error": text})
+                with suppress(OSError):
+                    run.write_summary({"status": "failed", "error": text})
             raise
 
 
@@ -96,6 +99,7 @@ class _Loop:
         )
         self.stopper = Stopper(agreement, worker=job.worker, leaves_on_sigterm=crew.leaves_on_sigterm)
         self.saved_at = 0
+        self.failed_saves = 0  # in a row
 
     @property
     def leads(self) -> bool:
@@ -130,6 +134,7 @@ class _Loop:
 
     def _restore(self) -> None:
         """Go on from the checkpoint on which all that start together agree, if there is one."""
+        self.recorder.phase("looking for a checkpoint")
         restored = self.checkpoints.restore()
         self.recorder.go_on_from(NO_RECORD)
         if restored.extra is not None:
@@ -204,12 +209,19 @@ class _Loop:
         try:
             size = self.checkpoints.save({"recorder": self.recorder.state_dict()}, leads=self.leads)
         except OSError as error:  # a full disk, or a folder that others have deleted by now: the next one may do better
-            if not self.config.faults.tolerant:
-                raise
-            self.recorder.event(step, f"The checkpoint could not be written: {error}.", level="warning")
+            self._survive(step, error)
             return
+        self.failed_saves = 0
         path = str(self.run.checkpoint(step).relative_to(self.run.folder))
         self.recorder.writer.write("checkpoint", step, path=path, bytes=size)
+
+    def _survive(self, step: int, error: OSError) -> None:
+        """Tell of a checkpoint that could not be written; fixed workers, which could not go on from it, stop at two."""
+        self.failed_saves += 1
+        text = f"The checkpoint of step {step} could not be written: {error.strerror} ({error.filename})."
+        if self.failed_saves > 1 and not self.config.faults.tolerant:
+            raise CadenzaError(f"{text} Nor could the one before it: make room, then resume.") from error
+        self.recorder.event(step, text, level="warning")
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,10 @@ class Recorder:
                 self.boards.remove(board)
                 self.event(step, f"{type(board).__name__} has failed and is left: {error}", level="warning")
 
+    def phase(self, text: str) -> None:
+        """Write down what this worker does before it takes steps."""
+        self.writer.write("phase", self.last_step, text=text)
+
     def event(self, step: int, text: str, *, level: str = "info") -> None:
         """Write down something out of the ordinary."""
         self.writer.write("event", step, text=text, level=level)
@@ -241,7 +245,7 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
         "training_loss": losses / count if count else None,
         "bytes_sent": recorder.bytes_sent,
         "ddp_bytes": job.gradient_bytes * step,
-        "stall_s": recorder.stall_s,
+        "stall_s": None if job.is_ddp else recorder.stall_s,  # DDP waits inside backward(), where nobody measures it
         "rounds": recorder.rounds,
         "parameters": job.parameters,
         "samples_per_s": samples / max(recorder.elapsed, 1e-9),

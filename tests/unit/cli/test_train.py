@@ -72,3 +72,8 @@ def test_loggers_are_named_by_a_flag() -> None:
     assert read_config(None, overrides_of({"log": None})).log.tensorboard
     with pytest.raises(UsageError, match='there is no logger "comet"; there are tensorboard, wandb, mlflow'):
         overrides_of({"log": "wandb,comet"})
+
+
+def test_one_worker_is_called_a_worker(tmp_path: Path) -> None:
+    config = read_config(None, {"launch.workers": 1})
+    assert " · 1 worker · " in title_of(make_run(tmp_path / "run", config), config)

@@ -19,7 +19,7 @@ __all__ = ["simulate_into"]
 
 def simulate_into(folder: Path, wishes: Wishes, told: dict[str, Any], *, rounds: int, seed: int) -> dict[str, Any]:
     """Play the recommended strategy into a folder, with a report; return what came of it."""
-    from cadenza.cli.report import write_report
+    from cadenza.cli.report.page import write_report
 
     if "recommendation" not in told:
         raise UsageError("--simulate plays a strategy of ours; the idealised model has none.")
