@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SimulatedRound", "Simulation", "simulate"]
 
 _FAR = 10**9
+_MANY = 9  # stragglers of a worker between two rounds, from which on their number is about normal
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,18 @@ class _Simulator:
         else:
             self.clocks = [now + steps * speed for now, speed in zip(self.clocks, self.speeds, strict=True)]
         if cluster.straggle:
-            for _ in range(self._stragglers(steps)):
-                self.clocks[self.random.randrange(cluster.workers)] += cluster.straggle_s
+            self._straggle(steps)
+
+    def _straggle(self, steps: int) -> None:
+        """Hold some steps up: each worker's number of them drawn by itself where it is large, which is quicker."""
+        cluster, gauss = self.cluster, self.random.gauss
+        each = steps * cluster.straggle
+        if each > _MANY:
+            spread = math.sqrt(each * (1 - cluster.straggle))
+            self.clocks = [now + cluster.straggle_s * max(0, round(gauss(each, spread))) for now in self.clocks]
+            return
+        for worker in self.random.choices(range(cluster.workers), k=self._stragglers(steps)):
+            self.clocks[worker] += cluster.straggle_s
 
     def _stragglers(self, steps: int) -> int:
         """Return how many steps of all workers are held up: about normal around the mean, exact where that is small."""
