@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cadenza.errors import UsageError
+from cadenza.planning.fragment_rounds import FAR, FragmentRounds, rounds_of
 from cadenza.planning.inputs import Cluster, Model, Work
-from cadenza.planning.rounds import Costs, costs_of, fragment_sizes, group_size
+from cadenza.planning.rounds import Costs, group_size
 from cadenza.planning.waiting import pause_s
-from cadenza.schedules import largest_due
 
 if TYPE_CHECKING:
-    from cadenza.schedules import Schedule, State
     from cadenza.strategy import Strategy
 
 __all__ = ["SimulatedRound", "Simulation", "simulate"]
 
-_FAR = 10**9
 _MANY = 9  # stragglers of a worker between two rounds, from which on their number is about normal
 
 
@@ -107,18 +105,9 @@ def simulate(
     """
     if rounds < 1:
         raise UsageError(f"A simulation has at least one round; got {rounds}.")
-    if strategy.warmup_steps >= _FAR:
+    if strategy.warmup_steps >= FAR:
         raise UsageError("Averaged gradients have no rounds to simulate; choose a strategy that has, such as diloco.")
     return _Simulator(strategy, cluster, model, work or Work(), seed).run(rounds)
-
-
-@dataclass
-class _Turn:
-    """A fragment's schedules, and what its rounds cost."""
-
-    schedules: tuple[Schedule, ...]
-    costs: list[Costs]
-    states: list[State]
 
 
 class _Simulator:
@@ -133,12 +122,7 @@ class _Simulator:
         self.result = Simulation(count, tuple(sorted({i * count // 8 for i in range(8)})))
         self._step = 0
         self._pending: dict[int, tuple[int, float, Costs, SimulatedRound]] = {}
-        sizes = fragment_sizes(strategy, model)
-        self.turns = []
-        for i, size in enumerate(sizes):
-            schedules = strategy.schedules_of(i, len(sizes))
-            costs = [costs_of(strategy, level, size, cluster, model, work) for level in range(len(strategy.levels))]
-            self.turns.append(_Turn(schedules, costs, [schedule.start() for schedule in schedules]))
+        self.fragments = rounds_of(strategy, cluster, model, work)
         self._failures: list[tuple[float, int]] = []
         if cluster.faults.mean_time_s:
             rate = 1 / cluster.faults.mean_time_s
@@ -147,11 +131,10 @@ class _Simulator:
 
     def run(self, rounds: int) -> Simulation:
         while len(self.result.rounds) + len(self._pending) < rounds:
-            due = min(int(state["next"]) for turn in self.turns for state in turn.states)
-            self._to(due)
-            for number, turn in enumerate(self.turns):
+            self._to(min(fragment.next for fragment in self.fragments))
+            for number, fragment in enumerate(self.fragments):
                 if len(self.result.rounds) + len(self._pending) < rounds:
-                    self._launch(number, turn)
+                    self._launch(number, fragment)
         while self._pending:
             self._to(min(land_at for land_at, *_ in self._pending.values()))
         self.result.seconds, self.result.steps = max(self.clocks), self._step
@@ -207,16 +190,15 @@ class _Simulator:
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, number: int, turn: _Turn) -> None:
+    def _launch(self, number: int, fragment: FragmentRounds) -> None:
         n = self._step
-        due = [s.is_due(n, state) for s, state in zip(turn.schedules, turn.states, strict=True)]
-        level = largest_due(due)
+        level = fragment.due(n)
         if level is None:
             return
         if number in self._pending:
             self._land(number)
         failed = self._faults(max(self.clocks))
-        cost, delay = turn.costs[level], self.strategy.delay_of(level)
+        cost, delay = fragment.costs[level], self.strategy.delay_of(level)
         size = group_size(self.strategy.levels[level], self.cluster)
         if failed:
             self._tell(number, level, cost, self.clocks, failed=True)
@@ -227,9 +209,7 @@ class _Simulator:
             self._pending[number] = n + delay, came + cost.launch_s + cost.away_s, cost, round_
         else:
             self._meet(number, level, cost, size)
-        for i, was_due in enumerate(due):
-            if was_due:
-                turn.states[i] = turn.schedules[i].after_round(n, turn.states[i], None)
+        fragment.count(n)
 
     def _present(self) -> list[float]:
         """Return the clocks of those who are there, or of all if nobody is."""

@@ -6,24 +6,22 @@ one after the other on one background thread, as the engine's do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cadenza.planning.fragment_rounds import FAR, FragmentRounds, rounds_of
 from cadenza.planning.inputs import Cluster, Model, Work
-from cadenza.planning.rounds import Costs, costs_of, fragment_sizes, group_size
+from cadenza.planning.rounds import group_size
 from cadenza.planning.sizes import exchange_traffic
 from cadenza.planning.waiting import fault_share, waiting_s
-from cadenza.schedules import largest_due
 
 if TYPE_CHECKING:
-    from cadenza.schedules import Schedule, State
     from cadenza.strategy import Strategy
 
 __all__ = ["GRADIENT_BUCKET", "HIDDEN", "Outcome", "gradient_stall_s", "predict"]
 
 GRADIENT_BUCKET = 25 << 20  # bytes, DDP's own
 HIDDEN = 2 / 3  # the share of a step, backward, behind which DDP hides what it sends
-_FAR = 10**9  # a period that is longer never ends
 _CYCLES = 2  # that pass before it is measured, and that are measured
 
 
@@ -67,16 +65,16 @@ def predict(strategy: Strategy, cluster: Cluster, model: Model, work: Work | Non
     """
     work = work or Work()
     run = _Run(strategy, cluster, model, work)
-    averages_always = strategy.average_gradients or strategy.warmup_steps >= _FAR
+    averages_always = strategy.average_gradients or strategy.warmup_steps >= FAR
     gradients = _gradients(cluster, model) if averages_always else (0.0, 0)
-    if strategy.warmup_steps >= _FAR:
+    if strategy.warmup_steps >= FAR:
         per_step_s, sent, round_s = run.pace_s + gradients[0], float(gradients[1]), gradients[0]
     else:
         per_step_s, sent, round_s = run.play()
         per_step_s, sent = per_step_s + gradients[0], sent + gradients[1]
     if averages_always:
         per_step_s += waiting_s(cluster, cluster.workers, 1)
-    period = 1 if strategy.warmup_steps >= _FAR else strategy.period
+    period = 1 if strategy.warmup_steps >= FAR else strategy.period
     left = fault_share(strategy.faults, cluster, period * per_step_s)
     whole_s = per_step_s / left
     return Outcome(cluster.step_s / whole_s, whole_s, whole_s - cluster.step_s, sent, round_s)
@@ -99,37 +97,13 @@ class _Exact:
     exact, sparse, shaped = True, False, False
 
 
-@dataclass
-class _Fragment:
-    """One fragment's schedules, their states, and what its rounds cost at each level."""
-
-    schedules: tuple[Schedule, ...]
-    costs: list[Costs]
-    states: list[State] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.states = [schedule.start() for schedule in self.schedules]
-
-    @property
-    def next(self) -> int:
-        return int(min(state["next"] for state in self.states))
-
-
 class _Run:
     """The clock of a run, and what is in flight."""
 
     def __init__(self, strategy: Strategy, cluster: Cluster, model: Model, work: Work) -> None:
         self.strategy, self.cluster = strategy, cluster
         self.pace_s = cluster.step_s * cluster.slowest  # who is slower for good sets the pace of all
-        sizes = fragment_sizes(strategy, model)
-        levels = range(len(strategy.levels))
-        self.fragments = [
-            _Fragment(
-                strategy.schedules_of(i, len(sizes)),
-                [costs_of(strategy, level, size, cluster, model, work) for level in levels],
-            )
-            for i, size in enumerate(sizes)
-        ]
+        self.fragments = rounds_of(strategy, cluster, model, work)
         self.step, self.now, self.sent = 0, 0.0, 0
         self._met = 0  # the step at which workers last waited for each other
         self._free = 0.0  # when the background thread is free
@@ -138,7 +112,7 @@ class _Run:
     def play(self) -> tuple[float, float, float]:
         """Return seconds and bytes a step in the long run, and the longest round."""
         gaps = [plan.schedule.shortest_gap for plan in self.strategy.levels]
-        cycle = max((gap for gap in gaps if gap < _FAR), default=1)
+        cycle = max((gap for gap in gaps if gap < FAR), default=1)
         cycle *= -(-max(self.strategy.delay_of(i) for i in range(len(gaps))) // cycle) or 1
         self._until(_CYCLES * cycle)
         now, sent = self.now, self.sent
@@ -168,10 +142,9 @@ class _Run:
         _, done, land_s = self._pending.pop(number)
         self.now = max(self.now, done) + land_s
 
-    def _launch(self, number: int, fragment: _Fragment) -> None:
+    def _launch(self, number: int, fragment: FragmentRounds) -> None:
         n = self.step
-        due = [s.is_due(n, state) for s, state in zip(fragment.schedules, fragment.states, strict=True)]
-        level = largest_due(due)
+        level = fragment.due(n)
         if level is None:
             return
         if number in self._pending:
@@ -187,6 +160,4 @@ class _Run:
             self.now += cost.launch_s + cost.contention * cost.work_s
         else:
             self.now = max(self.now, self._free) + cost.whole_s + wait
-        for i, was_due in enumerate(due):
-            if was_due:
-                fragment.states[i] = fragment.schedules[i].after_round(n, fragment.states[i], None)
+        fragment.count(n)
