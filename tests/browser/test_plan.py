@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from cadenza.cli.app import main
 from cadenza.cli.plan.candidates import build
 from cadenza.cli.plan.page import KINDS
 from cadenza.planning import Cluster, Faults, Link, Model, Work, predict, smallest_period
-from support.browser import opened_browser, wait_until_drawn, why_no_browser
+from support.browser import wait_until_drawn
 
 pytestmark = pytest.mark.timeout(300)  # the first test may have to install Chromium
 
@@ -37,15 +36,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with contextlib.suppress(SystemExit):
             main([*COMMON, *more, "--html", str(found[name])])
     return found
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    reason = why_no_browser()
-    if reason is not None:
-        pytest.skip(reason)
-    with opened_browser() as browser:
-        yield browser
 
 
 def opened(browser: Any, page: Path) -> None:

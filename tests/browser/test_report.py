@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from cadenza.cli.report.page import write_report
-from support.browser import opened_browser, wait_until_drawn, why_no_browser
+from support.browser import wait_until_drawn
 from support.runs import MadeUpRun
 
 pytestmark = pytest.mark.timeout(300)  # the first test may have to install Chromium
@@ -61,15 +60,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "evil": write_report([evil, single], folder / "evil.html"),
         "long": write_report([long], folder / "long.html"),
     }
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    reason = why_no_browser()
-    if reason is not None:
-        pytest.skip(reason)
-    with opened_browser() as browser:
-        yield browser
 
 
 class Tab:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from cadenza.common.checks import as_number, as_steps
-from cadenza.schedules.base import State, first_turn, refuse_staggering_twice
+from cadenza.schedules.base import NextRound, State, first_turn, refuse_staggering_twice
 
 __all__ = ["Auto", "TimedSchedule", "auto", "enough_steps"]
 
@@ -44,7 +44,7 @@ def enough_steps(step_s: float, stall_s: float, target: float) -> int:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(NextRound):
     """Rounds as often as the link and the step allow; made by `auto`.
 
     >>> auto(target=0.9).shortest_gap
@@ -63,9 +63,6 @@ class Auto:
     def start(self) -> State:
         first = self.initial if self.first is None else self.first
         return {"next": first, "period": self.initial, "heard": 0, "doubts": 0, "step_s": 0.0, "stall_s": 0.0}
-
-    def is_due(self, n: int, state: State) -> bool:
-        return n >= state["next"]
 
     def after_round(self, n: int, state: State, drift: float | None) -> State:
         return {**state, "next": n + int(state["period"])}
@@ -99,14 +96,6 @@ class Auto:
             f"period {int(before['period'])} → {int(after['period'])}: {times}; so few steps leave {self.target:.1%} "
             "of the time to compute"
         )
-
-    @property
-    def shortest_gap(self) -> int:
-        return self.minimum
-
-    @property
-    def cycle(self) -> None:
-        return None
 
     @property
     def uses_drift(self) -> bool:
