@@ -21,7 +21,7 @@ from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
 from cadenza.participants.fixed import FixedParticipants
 from cadenza.participants.membership import Membership, join
-from cadenza.strategy import Strategy
+from cadenza.strategy import Strategy, check_is_strategy
 from cadenza.topology import Topology
 from cadenza.transports.c10d_group import C10dGroup
 from cadenza.transports.group import Group, current_group
@@ -77,10 +77,7 @@ def attach(
     >>> sync.finish()
     >>> dist.destroy_process_group()
     """
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
-        )
+    check_is_strategy(strategy)
     view = ModelView(model, plain_optimizers(optimizer))
     refuse_second(view)
     warn_of_surprises(view, strategy)

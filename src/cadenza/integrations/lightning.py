@@ -36,7 +36,7 @@ from cadenza.errors import CheckpointError
 from cadenza.integrations.lent_mean import LentMean
 from cadenza.integrations.versions import warn_if_untested
 from cadenza.observers import Observer
-from cadenza.strategy import Strategy
+from cadenza.strategy import Strategy, check_is_strategy
 from cadenza.topology import Topology
 
 __all__ = ["CadenzaStrategy"]
@@ -297,10 +297,7 @@ def _workers_folder(filepath: str | Path) -> Path:
 
 
 def _refuse(strategy: Strategy, options: dict[str, Any]) -> None:
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
-        )
+    check_is_strategy(strategy)
     if strange := sorted(options.keys() - _OPTIONS):
         raise ValueError(
             f"{strange[0]} is no option of CadenzaStrategy: it is for DistributedDataParallel, which is not used here. "

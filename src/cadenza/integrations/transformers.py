@@ -26,7 +26,7 @@ from cadenza.integrations.versions import warn_if_untested
 from cadenza.integrations.worker_files import has_workers, load_worker, save_worker
 from cadenza.observers import Observer
 from cadenza.reports import RoundReport
-from cadenza.strategy import Strategy
+from cadenza.strategy import Strategy, check_is_strategy
 
 __all__ = ["TESTED", "CadenzaCallback"]
 
@@ -57,10 +57,7 @@ class CadenzaCallback(TrainerCallback):
     """
 
     def __init__(self, strategy: Strategy, *, observers: Sequence[Observer] = (), evaluate_mean: bool = True) -> None:
-        if not isinstance(strategy, Strategy):
-            raise TypeError(
-                f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
-            )
+        check_is_strategy(strategy)
         if strategy.faults.tolerant:
             raise ValueError(
                 f"Trainer's own collectives end with the first dead rank, so {strategy.faults.name} cannot go on: use "

@@ -13,7 +13,7 @@ wanted: a `Synchronizer` does it. Every piece may be a user's own that fulfils i
 
 from cadenza.strategy.level_plan import Groups, LevelPlan, as_codec, as_schedule
 from cadenza.strategy.options import Buffers, CommonOptions, OptimizerState, StrategyOptions, Weight
-from cadenza.strategy.strategy import Strategy
+from cadenza.strategy.strategy import Strategy, check_is_strategy
 
 __all__ = [
     "Buffers",
@@ -26,4 +26,5 @@ __all__ = [
     "Weight",
     "as_codec",
     "as_schedule",
+    "check_is_strategy",
 ]

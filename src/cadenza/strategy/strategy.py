@@ -15,7 +15,7 @@ from cadenza.strategy.level_plan import LevelPlan
 from cadenza.strategy.options import Buffers, OptimizerState, Weight
 from cadenza.weighting import Weighting, by_function, needs_anchor, outliers, samples, uniform
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "check_is_strategy"]
 
 
 @dataclass(frozen=True)
@@ -290,3 +290,15 @@ class Strategy:
                     f"{self.faults.name} cannot be combined with {what}: {why}. Leave it out, or "
                     "use faults=raise_error()."
                 )
+
+
+def check_is_strategy(given: object) -> None:
+    """Raise if what was given is no strategy.
+
+    >>> check_is_strategy("diloco")
+    Traceback (most recent call last):
+      ...
+    TypeError: A cadenza.Strategy is required, for instance cadenza.diloco(); got str.
+    """
+    if not isinstance(given, Strategy):
+        raise TypeError(f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(given).__name__}.")
