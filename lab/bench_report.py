@@ -28,7 +28,7 @@ from selenium.webdriver.chrome.service import Service
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from cadenza.cli.report import write_report
+from cadenza.cli.report.page import write_report
 from support.browser import OPTIONS, wait_until_drawn, why_no_browser
 from support.runs import MadeUpRun
 

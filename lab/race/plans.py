@@ -14,7 +14,19 @@ from typing import Any
 from lab.race.jobs import LARGE, MIDDLE, SMALL, Job, Size
 from lab.race.rivals import METHODS
 
-__all__ = ["ENTRIES", "FULL", "QUICK", "Entry", "Scale", "headline", "sites", "syncs", "timing", "training"]
+__all__ = [
+    "ENTRIES",
+    "FULL",
+    "QUICK",
+    "Entry",
+    "Scale",
+    "gradients",
+    "headline",
+    "sites",
+    "syncs",
+    "timing",
+    "training",
+]
 
 FEW = 20
 GRADIENT_STEPS = 24  # where a method recommends to begin with averaged gradients
@@ -96,6 +108,8 @@ ENTRIES = {
         ),
         Entry("fairscale SlowMo", "fairscale SlowMo", {"momentum": 0.2}),
         Entry("hivemind", "hivemind", periods=(16,), late=0),
+        Entry("Cadenza DDP hook int8", "DDP, Cadenza hook", {"codec": "int8+feedback"}, 8, periods=(1,)),
+        Entry("Cadenza DDP hook e3m0", "DDP, Cadenza hook", {"codec": "e3m0+feedback"}, 4, periods=(1,)),
         Entry("Cadenza local_sgd", "Cadenza local_sgd"),
         Entry("Cadenza local_sgd int8", "Cadenza local_sgd", {"codec": "int8"}, 8),
         Entry("Cadenza local_sgd int8, late", "Cadenza local_sgd", {"codec": "int8", "delay": 2}, 8, late=2),
@@ -391,9 +405,37 @@ def losses(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[
     """Yield every strategy and codec at equal tokens, for several seeds."""
     for seed in SEEDS:
         for label in labels or LOSSES:
-            job = trained(LOSSES[label], scale).but(seed=seed, lr=scale.lrs[0], size=scale.seeded)
-            steps = scale.seeded_steps
-            yield job.but(steps=steps, lr_warmup=steps // 10, evaluate_every=steps, windows=256), "unlimited"
+            yield seeded(LOSSES[label], scale, seed), "unlimited"
+
+
+def seeded(job: Job, scale: Scale, seed: int) -> Job:
+    """Return the job that trains from a seed on, and is judged at the end."""
+    steps = scale.seeded_steps
+    job = trained(job, scale).but(seed=seed, lr=scale.lrs[0], size=scale.seeded)
+    return job.but(steps=steps, lr_warmup=steps // 10, evaluate_every=steps, windows=256)
+
+
+GRADIENTS = (
+    "compute alone",
+    "DDP",
+    "DDP, fp16 hook",
+    "DDP, PowerSGD hook",
+    "Cadenza DDP hook int8",
+    "Cadenza DDP hook e3m0",
+)
+GRADIENT_LINKS = ("1gbit", "100mbit")
+
+
+def gradients(scale: Scale, labels: Iterable[str] | None = None) -> Iterator[tuple[Job, str]]:
+    """Yield what averages gradients in every step: timed on two links, trained on equal tokens for several seeds."""
+    chosen = entries(labels or GRADIENTS)
+    for link in GRADIENT_LINKS:
+        for entry in chosen:
+            yield timed(entry, scale), link
+    for seed in SEEDS:
+        for entry in chosen:
+            for job in entry.jobs():
+                yield seeded(job, scale, seed), "unlimited"
 
 
 RACES = {
@@ -403,5 +445,6 @@ RACES = {
     "sites": sites,
     "syncs": syncs,
     "losses": losses,
+    "gradients": gradients,
     "headline": headline,
 }

@@ -213,6 +213,36 @@ def losses(results: dict[str, Results], scale: Scale) -> str:
     return table(["strategy, codec", "held-out, nats", "± between seeds", "against DDP", "seeds"], rows)
 
 
+def gradients(results: dict[str, Results], scale: Scale) -> str:
+    """Tell what averages gradients in every step: seconds and bytes of a step, and the loss at equal tokens."""
+    kept = results["gradients"]
+    times, links = Times(kept.runs, scale), plans.GRADIENT_LINKS
+    ends: dict[str, list[float]] = {}
+    for label in plans.GRADIENTS[1:]:
+        jobs = [(job, link) for job, link in plans.gradients(scale, [label]) if job.evaluate_every]
+        found = [run for job, link in jobs if (run := kept.find(job, link)) is not None and run.get("curve")]
+        ends[label] = [run["curve"][-1][1] for run in found]
+    rows = [["compute alone", *(cell for link in links for cell in (number(times.alone(link), 3), "")), "", "", "", ""]]
+    for label, losses in ends.items():
+        cells = []
+        for link in links:
+            step, fp16 = times.step(label, link), times.step("DDP, fp16 hook", link)
+            cells += [number(step, 3), number(step / fp16) if step and fp16 else ""]
+        sent, of_ddp = times.sent(label, links[0]), paired(losses, ends["DDP"])
+        loss = number(statistics.fmean(losses), 4) if losses else ""
+        told = "" if of_ddp is None else f"{100 * of_ddp:+.2f} %"
+        rows.append([label, *cells, number(None if sent is None else sent / 1e6), loss, told, str(len(losses))])
+    head = [cell for link in links for cell in (f"{link}: s a step", "÷ fp16 hook's")]
+    return table(["contender", *head, "MB a step", "held-out, nats", "against DDP", "seeds"], rows)
+
+
+def paired(losses: Sequence[float], others: Sequence[float]) -> float | None:
+    """Return how far losses lie above others on average, seed by seed; None if not all seeds have run."""
+    if not losses or len(losses) != len(others):
+        return None
+    return statistics.fmean(one / other - 1 for one, other in zip(losses, others, strict=True))
+
+
 def headline(results: dict[str, Results], scale: Scale) -> str:
     """Tell the short race: seconds a step on each link, and the loss after the same number of steps."""
     kept = results["headline"]
@@ -269,6 +299,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], Telling]] = {
     "syncs": (("syncs",), syncs),
     "memory": (("syncs",), memory),
     "losses": (("losses",), losses),
+    "gradients": (("gradients",), gradients),
     "training": (("training",), trained),
 }
 

@@ -53,7 +53,8 @@ def bits_a_second(link: str) -> float | None:
 def run(job: Job, link: str) -> dict[str, Any]:
     """Run a job on every host, and return what is to be known of it."""
     interpreter = environments.python(METHODS[job.method].environment)
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(environments.ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    path = os.pathsep.join(map(str, (environments.ROOT, environments.ROOT / "src")))  # this tree's, in any environment
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with Link(link).network() as network:
         outputs = network.run(
             [interpreter, "-m", "lab.race.worker", job.to_json()], env=environment, timeout_s=TIMEOUT_S

@@ -4,71 +4,27 @@ A *strategy* is seven choices; a *synchronizer*, made by `attach`, runs it; ever
 The drop-in for torch's model averaging is in `cadenza.model_averaging`, `cadenza.ddp_comm_hooks` and `cadenza.optim`.
 """
 
-from cadenza import codecs, observers, outer, weighting
-from cadenza.engine.attach import attach
-from cadenza.engine.synchronizer import Synchronizer
-from cadenza.faults import raise_error, shrink, skip_round
-from cadenza.fragments import by_bytes, by_layers, whole
-from cadenza.outer import nesterov
-from cadenza.participants.membership import Membership, join
-from cadenza.presets import (
-    demo,
-    des_loc,
-    diloco,
-    eager_diloco,
-    edit,
-    hierarchical,
-    local_sgd,
-    muloco,
-    noloco,
-    post_local_sgd,
-    slowmo,
-    snoo,
-    sparse_loco,
-    streaming_diloco,
-)
-from cadenza.reports import RoundReport
-from cadenza.schedules import adaptive, changing, every
-from cadenza.strategy import LevelPlan, Strategy
-from cadenza.topology import Topology
-from cadenza.version import __version__
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LevelPlan",
-    "Membership",
-    "RoundReport",
-    "Strategy",
-    "Synchronizer",
-    "Topology",
-    "__version__",
-    "adaptive",
-    "attach",
-    "by_bytes",
-    "by_layers",
-    "changing",
-    "codecs",
-    "demo",
-    "des_loc",
-    "diloco",
-    "eager_diloco",
-    "edit",
-    "every",
-    "hierarchical",
-    "join",
-    "local_sgd",
-    "muloco",
-    "nesterov",
-    "noloco",
-    "observers",
-    "outer",
-    "post_local_sgd",
-    "raise_error",
-    "shrink",
-    "skip_round",
-    "slowmo",
-    "snoo",
-    "sparse_loco",
-    "streaming_diloco",
-    "weighting",
-    "whole",
-]
+if TYPE_CHECKING:
+    from cadenza.public_names import *  # noqa: F403
+    from cadenza.public_names import __all__ as __all__
+    from cadenza.public_names import __version__ as __version__
+else:
+    # Found when first used, so that the command line can answer before torch is imported.
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if not name.startswith("_") and find_spec(f"cadenza.{name}") is not None:
+            return import_module(f"cadenza.{name}")
+        names = import_module("cadenza.public_names")
+        if name not in ("__all__", *names.__all__):
+            raise AttributeError(f"module 'cadenza' has no attribute {name!r}")
+        value = globals()[name] = getattr(names, name)
+        return value
+
+    def __dir__() -> list[str]:
+        from cadenza.public_names import __all__ as names
+
+        return sorted({*globals(), *names})

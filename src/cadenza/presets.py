@@ -6,14 +6,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, TypedDict, Unpack
 
-from cadenza.codecs import Codec, dct, e3m0, error_feedback, fp32, topk
+from cadenza.codecs import Codec, dct, e3m0, error_feedback, topk
 from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
 from cadenza.outer import Outer, eager, mean, nesterov, sgd, sign
 from cadenza.outer import noloco as noloco_update
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every, moments
-from cadenza.strategy import Buffers, CommonOptions, Groups, LevelPlan, Strategy, StrategyOptions, Weight, as_schedule
+from cadenza.strategy import (
+    Buffers,
+    CommonOptions,
+    Groups,
+    LevelPlan,
+    Strategy,
+    StrategyOptions,
+    Weight,
+    as_codec,
+    as_schedule,
+)
 from cadenza.topology import random_pairs
 from cadenza.weighting import edit_norms
 
@@ -76,21 +86,24 @@ class _DesLocOptions(TypedDict, total=False):  # without those that optimizer st
 
 
 def local_sgd(
-    period: int | Schedule = 16, *, codec: Codec | None = None, **options: Unpack[StrategyOptions]
+    period: int | Schedule | Literal["auto"] = 16,
+    *,
+    codec: Codec | Literal["auto"] | None = None,
+    **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Average the parameters every `period` steps.
 
     >>> local_sgd(period=8).levels[0].schedule
     Every(period=8, offset=0)
     """
-    return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec or fp32()),), **options)
+    return Strategy(levels=(LevelPlan(as_schedule(period), codec=as_codec(codec)),), **options)
 
 
 def post_local_sgd(
-    period: int | Schedule = 16,
+    period: int | Schedule | Literal["auto"] = 16,
     *,
     warmup_steps: int,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[_PostLocalSgdOptions],
 ) -> Strategy:
     """Average gradients for `warmup_steps`, then parameters every `period` steps (arXiv 1808.07217).
@@ -102,7 +115,7 @@ def post_local_sgd(
 
 
 def hierarchical(
-    levels: Mapping[int, Groups], *, codec: Codec | None = None, **options: Unpack[StrategyOptions]
+    levels: Mapping[int, Groups], *, codec: Codec | Literal["auto"] | None = None, **options: Unpack[StrategyOptions]
 ) -> Strategy:
     """Average small groups often and large ones seldom: {period: groups} from the innermost (arXiv 2010.12998).
 
@@ -114,16 +127,16 @@ def hierarchical(
     """
     plans = [LevelPlan(every(period), groups=groups) for period, groups in levels.items()]
     if plans and codec is not None:
-        plans[-1] = replace(plans[-1], codec=codec)
+        plans[-1] = replace(plans[-1], codec=as_codec(codec))
     return Strategy(levels=tuple(plans), **options)
 
 
 def slowmo(
-    period: int | Schedule = 12,
+    period: int | Schedule | Literal["auto"] = 12,
     *,
     alpha: float = 1.0,
     beta: float = 0.6,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[_SlowMoOptions],
 ) -> Strategy:
     """Add slow momentum to local SGD, in units of the inner learning rate (arXiv 1910.00643).
@@ -131,12 +144,12 @@ def slowmo(
     >>> slowmo(beta=0.4).levels[0].outer.needs_inner_lr
     True
     """
-    plan = LevelPlan(as_schedule(period), codec=codec or fp32(), outer=slowmo_update(alpha=alpha, beta=beta))
+    plan = LevelPlan(as_schedule(period), codec=as_codec(codec), outer=slowmo_update(alpha=alpha, beta=beta))
     return Strategy(levels=(plan,), **options)
 
 
 def snoo(
-    period: int | Schedule = 30,
+    period: int | Schedule | Literal["auto"] = 30,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.8,
@@ -157,11 +170,11 @@ def snoo(
 
 
 def diloco(
-    period: int | Schedule = 500,
+    period: int | Schedule | Literal["auto"] = 500,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     clip: float | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
@@ -173,7 +186,7 @@ def diloco(
     100
     """
     outer = nesterov(lr=outer_lr, momentum=outer_momentum, clip=clip)
-    return Strategy(levels=(LevelPlan(as_schedule(period), codec=codec or fp32(), outer=outer),), **options)
+    return Strategy(levels=(LevelPlan(as_schedule(period), codec=as_codec(codec), outer=outer),), **options)
 
 
 def eager_diloco(
@@ -181,7 +194,7 @@ def eager_diloco(
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[_EagerOptions],
 ) -> Strategy:
     """Let DiLoCo's rounds take a period: own differences count at once, others' a period later (arXiv 2502.12996).
@@ -195,16 +208,16 @@ def eager_diloco(
     """
     steps = as_steps("period", period)
     outer = eager(lr=outer_lr, momentum=outer_momentum)
-    return Strategy(levels=(LevelPlan(every(steps), codec=codec or fp32(), outer=outer),), delay=steps, **options)
+    return Strategy(levels=(LevelPlan(every(steps), codec=as_codec(codec), outer=outer),), delay=steps, **options)
 
 
 def edit(
-    period: int | Schedule = 128,
+    period: int | Schedule | Literal["auto"] = 128,
     *,
     outer_lr: float = 0.8,
     outer_momentum: float = 0.85,
     clip: float | None = 10.0,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Weigh workers by how far they have moved, layer by layer, without anomalies (EDiT, arXiv 2412.07210).
@@ -221,11 +234,11 @@ def edit(
 
 
 def muloco(
-    period: int | Schedule = 30,
+    period: int | Schedule | Literal["auto"] = 30,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.6,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     clip: float | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
@@ -241,13 +254,13 @@ def muloco(
 
 
 def noloco(
-    period: int | Schedule = 50,
+    period: int | Schedule | Literal["auto"] = 50,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     pull: float | None = None,
     seed: int = 0,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Meet in random pairs and never all at once, each worker with an anchor of its own (arXiv 2506.10911).
@@ -259,19 +272,19 @@ def noloco(
     RandomPairs(seed=3)
     """
     outer = noloco_update(lr=outer_lr, momentum=outer_momentum, pull=pull)
-    plan = LevelPlan(as_schedule(period), groups=random_pairs(seed), codec=codec or fp32(), outer=outer)
+    plan = LevelPlan(as_schedule(period), groups=random_pairs(seed), codec=as_codec(codec), outer=outer)
     return Strategy(levels=(plan,), **options)
 
 
 def streaming_diloco(
-    period: int | Schedule = 100,
+    period: int | Schedule | Literal["auto"] = 100,
     *,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     layers: int = 3,
     delay: int = 5,
     alpha: float = 0.5,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[_StreamingOptions],
 ) -> Strategy:
     """Send a few layers at a time, in 4 bits, while training goes on (arXiv 2501.18512).
@@ -283,12 +296,12 @@ def streaming_diloco(
     3
     """
     outer = nesterov(lr=outer_lr, momentum=outer_momentum)
-    plan = LevelPlan(as_schedule(period), codec=codec or e3m0(), outer=outer)
+    plan = LevelPlan(as_schedule(period), codec=as_codec(codec, e3m0()), outer=outer)
     return Strategy(levels=(plan,), fragments=by_layers(layers), delay=delay, alpha=alpha, **options)
 
 
 def sparse_loco(
-    period: int | Schedule = 30,
+    period: int | Schedule | Literal["auto"] = 30,
     *,
     outer_lr: float = 1.0,
     density: float = 0.02,
@@ -309,7 +322,7 @@ def sparse_loco(
 
 
 def demo(
-    period: int | Schedule = 1,
+    period: int | Schedule | Literal["auto"] = 1,
     *,
     lr: float = 4e-4,
     k: int = 32,
@@ -333,11 +346,11 @@ def demo(
 
 
 def des_loc(
-    period: int | Schedule = 32,
+    period: int | Schedule | Literal["auto"] = 32,
     *,
     momentum_period: int | None = None,
     variance_period: int | None = None,
-    codec: Codec | None = None,
+    codec: Codec | Literal["auto"] | None = None,
     outer: Outer | None = None,
     **options: Unpack[_DesLocOptions],
 ) -> Strategy:
@@ -349,7 +362,7 @@ def des_loc(
     >>> des_loc(period=16).optimizer_state.due(96)
     ('exp_avg', 'exp_avg_sq')
     """
-    plan = LevelPlan(as_schedule(period), codec=codec or fp32(), outer=outer or mean())
+    plan = LevelPlan(as_schedule(period), codec=as_codec(codec), outer=outer or mean())
     first = 3 * plan.schedule.shortest_gap if momentum_period is None else as_steps("momentum_period", momentum_period)
     second = 6 * plan.schedule.shortest_gap if variance_period is None else as_steps("variance_period", variance_period)
     state = moments(exp_avg=first, exp_avg_sq=second)

@@ -45,6 +45,7 @@ class RoundReport:
         weights: The weight of each participant in the mean, in the order of `participants`.
         participants: The global ranks whose contributions the mean is made of, ascending.
         reason: Why the round failed; empty if it did not.
+        decision: What the round has changed of period and codec, where these follow measured times, and why.
         absent: Workers that were expected and did not take part, ascending.
         kind: What sort of event is reported: "round", or "failed" for a round that changed nothing.
 
@@ -73,6 +74,7 @@ class RoundReport:
     reason: str = ""
     absent: tuple[int, ...] = ()
     kind: str = "round"
+    decision: str = ""
 
     @classmethod
     def example(cls, **figures: Any) -> RoundReport:
@@ -103,13 +105,50 @@ class RoundReport:
             **figures,
         )
 
+    @property
+    def landed_at(self) -> int:
+        """The clock's step at which the round landed: loggers want steps that never go back.
+
+        >>> RoundReport.example(step=16, delay=2).landed_at
+        18
+        """
+        return self.step + self.delay
+
+    def figures(self, *, prefix: str = "") -> dict[str, float]:
+        """Return what can be drawn as a curve, by name; what was not measured is left out.
+
+        With a prefix every name begins with it and with the level and the fragment that it is of. Of a round that
+        failed there are `failed`, which is 1, and what it cost.
+
+        >>> RoundReport.example(drift=0.02).figures()
+        {'bytes_sent': 3000064, 'encoded_bytes': 2000000, 'stall_s': 0.01, 'wire_s': 0.25, 'participants': 4,
+        'drift': 0.02}
+        >>> RoundReport.example(kind="failed").figures(prefix="cadenza")
+        {'cadenza/world/all/failed': 1, 'cadenza/world/all/bytes_sent': 3000064, 'cadenza/world/all/stall_s': 0.01}
+        """
+        found: dict[str, float | None]
+        if self.kind == "failed":
+            found = {"failed": 1, "bytes_sent": self.bytes_sent, "stall_s": self.stall_s}
+        else:
+            found = {
+                "bytes_sent": self.bytes_sent,
+                "encoded_bytes": self.encoded_bytes,
+                "stall_s": self.stall_s,
+                "wire_s": self.wire_s,
+                "participants": len(self.participants),
+                "drift": self.drift,
+                "codec_error": self.codec_error,
+            }
+        place = f"{prefix}/{self.level_name or self.level}/{self.fragment_name or self.fragment}/" if prefix else ""
+        return {place + name: value for name, value in found.items() if value is not None}
+
     def to_json(self) -> str:
         """Return the report as one line of strict JSON.
 
         JSON has no infinity and no NaN; they are written as the strings "inf", "-inf" and "nan".
 
         >>> RoundReport.example(drift=float("inf")).to_json()
-        '{"step": 500, ..., "drift": "inf", ..., "kind": "round"}'
+        '{"step": 500, ..., "drift": "inf", ..., "kind": "round", "decision": ""}'
         """
         return json.dumps({name: _plain(value) for name, value in asdict(self).items()}, allow_nan=False)
 

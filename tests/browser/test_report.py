@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cadenza.cli.report import write_report
-from support.browser import opened_browser, wait_until_drawn, why_no_browser
+from cadenza.cli.report.page import write_report
+from support.browser import wait_until_drawn
 from support.runs import MadeUpRun
 
 pytestmark = pytest.mark.timeout(300)  # the first test may have to install Chromium
@@ -61,15 +60,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "evil": write_report([evil, single], folder / "evil.html"),
         "long": write_report([long], folder / "long.html"),
     }
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    reason = why_no_browser()
-    if reason is not None:
-        pytest.skip(reason)
-    with opened_browser() as browser:
-        yield browser
 
 
 class Tab:
@@ -135,7 +125,7 @@ def test_the_page_is_whole_and_legible(pages: dict[str, Path], tab: Tab, name: s
     drawn = tab.js(
         "return [...document.querySelectorAll('.plot')].map((p) => p.querySelectorAll('svg.main-svg path').length)"
     )
-    assert len(drawn) == {"single": 7, "compared": 8}[name]
+    assert len(drawn) == 10
     assert all(drawn)
     assert tab.js("return document.documentElement.scrollWidth") == width
     edges = tab.js("return [...document.querySelectorAll('svg.main-svg')].map((s) => s.getBoundingClientRect().right)")
@@ -180,9 +170,9 @@ def test_everything_is_reached_by_the_keyboard_and_shows_it(pages: dict[str, Pat
     assert stops[1]["text"].startswith("Theme:")
     assert [stop["href"] for stop in stops if stop["tag"] == "a"][1:4] == ["#summary", "#loss", "#timeline"]
     assert sum(stop["tag"] == "input" for stop in stops) == 3
-    assert sum(stop["kind"] == "frame" for stop in stops) == 8
+    assert sum(stop["kind"] == "frame" for stop in stops) == 10
     assert sum(stop["text"] == "The figures as tables" for stop in stops) == 3
-    assert sum(stop["kind"] == "copy" for stop in stops) == 3  # those outside <details>: comparison, levels, events
+    assert sum(stop["kind"] == "copy" for stop in stops) == 2  # those outside <details>: levels, events
     assert all(stop["outline"] >= 2 for stop in stops if stop["tag"] != "body")
 
 
@@ -194,10 +184,15 @@ def test_a_chart_is_moved_and_its_views_are_changed_by_keys(pages: dict[str, Pat
     tab.press("+")
     zoomed = tab.js(axis)
     assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    others = "return ['learning-rate', 'loss-workers'].map((id) => document.getElementById(id).layout.xaxis.range)"
+    assert tab.js(others) == [pytest.approx(zoomed)] * 2  # which have the same axis
+    before = tab.js("return document.getElementById('loss-time').layout.xaxis.range")
     tab.press("ArrowRight", windowsVirtualKeyCode=39)
     assert tab.js(axis)[0] > zoomed[0]
     tab.press("0")
     assert tab.js(axis) == pytest.approx(whole)
+    assert all(low < zoomed[0] for low, _ in tab.js(others))
+    assert tab.js("return document.getElementById('loss-time').layout.xaxis.range") == before
     tab.js("document.querySelector('.views button[data-view=\"1\"]').focus()")
     tab.press("Enter")
     assert tab.js("return document.querySelectorAll('#timeline-0 .bars path').length") > 8

@@ -42,6 +42,7 @@ CODECS = [
     Case(codecs.e3m0(), 0.15, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
     Case(codecs.e3m0(block=64), 0.16, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
     Case(codecs.e3m0(back=codecs.int8()), 0.15, lambda size, largest: torch.maximum(size / 2.99, largest / 90.4)),
+    Case(codecs.auto(), 0.5, lambda size, largest: size * 2**-8),
     Case(codecs.topk(), 0.01, lambda size, largest: largest * 1.01),
     Case(codecs.topk(0.3, chunk=50, bits=4), 0.3, lambda size, largest: largest * 1.01),
     Case(codecs.topk(1.0, chunk=128, bits=8), 0.7, lambda size, largest: largest / 200),

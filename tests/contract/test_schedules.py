@@ -11,7 +11,17 @@ from itertools import pairwise
 import pytest
 
 from cadenza.common.identity import identity
-from cadenza.schedules import Schedule, State, adaptive, changing, every, smallest_gap, staggered_levels
+from cadenza.schedules import (
+    Schedule,
+    State,
+    TimedSchedule,
+    adaptive,
+    auto,
+    changing,
+    every,
+    smallest_gap,
+    staggered_levels,
+)
 from cadenza.testing import check_schedule
 
 STEPS = 400
@@ -34,6 +44,7 @@ SCHEDULES = {
     "every step": Case(every(1), 1),
     "every 7": Case(every(7), 7),
     "every 100": Case(every(100), 100),
+    "auto": Case(auto(), 4),
     "milestones, longer": Case(changing({1: 8, 100: 30, 200: 50}), 50),
     "milestones, shorter": Case(changing({0: 40, 150: 10}), 40),
     "a function": Case(changing(growing, minimum=12), growing(STEPS)),
@@ -111,8 +122,12 @@ def test_fragments_take_turns_once_a_period_and_spread_evenly(schedule: Schedule
 @pytest.mark.parametrize("schedule", WHOLE)
 def test_turns_that_cannot_be_are_refused(schedule: Schedule) -> None:
     period = int(schedule.start()["next"])
-    with pytest.raises(ValueError, match=rf"{period + 1} fragments .* period of {period} steps; use at most {period}"):
-        schedule.staggered(0, period + 1)
+    if isinstance(schedule, TimedSchedule):  # its periods are its own to choose, so it makes room
+        assert schedule.staggered(0, period + 1).shortest_gap == period + 1
+    else:
+        words = rf"{period + 1} fragments .* period of {period} steps; use at most {period}"
+        with pytest.raises(ValueError, match=words):
+            schedule.staggered(0, period + 1)
     for index in (-1, 1):
         with pytest.raises(ValueError, match=f"no fragment {index} of 1"):
             schedule.staggered(index, 1)

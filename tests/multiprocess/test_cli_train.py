@@ -148,7 +148,7 @@ def test_a_worker_that_raises_fails_the_run_with_its_own_words(tmp_path: Path) -
     event = ["--set", "options.at=6", "--set", "options.event=raise", "--set", "checkpoint.every=4"]
     flags = ["--workers", 1, "--steps", 20, *QUIET]
     printed = cadenza("train", TASK, "--run", "run", *flags, *event, folder=tmp_path, code=1)
-    assert "Error: Worker 0 failed: RuntimeError: the task went wrong" in printed
+    assert "Error: Worker 0 failed (exit code 1): RuntimeError: the task went wrong" in printed
     assert "tiny_task.py" in printed
     assert "torch/distributed/elastic" not in printed
     assert "The last checkpoint is of step 4. Go on with:  cadenza train --resume run" in printed

@@ -18,7 +18,7 @@ from support.algorithms import Workers
 from support.compare import same_bits
 from support.models import CASES
 from support.ranks import RankPool, outcome
-from support.training import Trace, everyone, momentum_sgd, one_number, plain_sgd, train, values
+from support.training import OneNumber, Trace, everyone, momentum_sgd, one_number, plain_sgd, train, values
 
 Rounds = list[tuple[int, int, int]]
 
@@ -139,9 +139,10 @@ def test_a_function_weighs(ranks: RankPool) -> None:
 
 
 def forget_the_samples() -> Any:
-    model, sync, step = one_number(cadenza.local_sgd(2, weight="samples"))
+    _, sync, step = one_number(cadenza.local_sgd(2, weight="samples"))
     results = [outcome(step, 1.0), sync.clock]
-    results.append(outcome(cadenza.attach, model, plain_sgd(model), sync.strategy, auto=True))
+    other = OneNumber()
+    results.append(outcome(cadenza.attach, other, plain_sgd(other), sync.strategy, auto=True))
     sync.step(samples=1)
     sync.drain()  # a worker that has run out of data has none to give
     return results

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from cadenza.errors import CadenzaError
 from cadenza.training import Config, runs
 from cadenza.training.job import Job
 from cadenza.training.loop import run_worker
+from cadenza.training.saved import set_aside
 from support import tiny_task
 from support.ranks import RankPool, outcome
 
@@ -163,6 +165,29 @@ def test_a_damaged_checkpoint_is_set_aside_and_said_to_be(ranks: RankPool, tmp_p
     assert [line["step"] for line in metrics.of("start", 0)] == [0, 8]
     aside = damaged.checkpoints / "set-aside"
     assert sorted(path.name for path in aside.iterdir()) == ["step-00000016", "step-00000024"]
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_unasked(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    run = make(tmp_path / "run", STRATEGIES["diloco late"], steps=12)
+    ranks.run(2, run_worker, run.folder)
+    run.write_config(run.config().with_(steps=STEPS))
+    flip_a_bit(run.checkpoint(12) / "worker-00001.safetensors")
+    told = ranks.run(2, refused, run.folder)
+    assert told[0] == told[1]
+    assert "nothing to go on from" in told[0]
+    assert "--from-scratch" in told[0]
+    assert run.checkpoint(12).is_dir()
+    set_aside(run.checkpoint(12))  # as --from-scratch does
+    assert ranks.run(2, run_worker, run.folder) == ["finished"] * 2
+    assert runs.read_metrics(run.folder).start(0)["step"] == 0
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CadenzaError) as raised:
+        run_worker(folder)
+    return str(raised.value)
 
 
 def flip_a_bit(path: Path) -> None:

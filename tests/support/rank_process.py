@@ -133,7 +133,16 @@ def _enter_group(job: Job, store: dist.Store) -> None:
         )
 
 
+def forget_accelerate() -> None:
+    """Let Accelerate, if it is loaded, begin anew: it keeps one state a process, and groups come and go."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+        state.PartialState._reset_state()
+
+
 def _leave_groups() -> None:
+    forget_accelerate()
     gc.collect()  # a group closes its sockets only when the last reference to it is gone
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-import cadenza.observers
-from cadenza.observers import jsonl, log, notify, read_jsonl, tensorboard
+import cadenza.observers.loggers
+from cadenza.observers import jsonl, log, mlflow, notify, read_jsonl, tensorboard, wandb
 from cadenza.reports import RoundReport
 
 REPORT = RoundReport(
@@ -233,9 +233,9 @@ def test_tensorboard_draws_each_figure_of_each_level_and_fragment() -> None:
     observer = tensorboard(writer)
     observer(REPORT)
     observer.close()
-    assert ("cadenza/world/blocks 9 to 11/drift", 0.0125, 1500) in writer.scalars
-    assert ("cadenza/world/blocks 9 to 11/bytes_sent", 1_500_064, 1500) in writer.scalars
-    assert ("cadenza/world/blocks 9 to 11/codec_error", 0.0065, 1500) in writer.scalars
+    assert ("cadenza/world/blocks 9 to 11/drift", 0.0125, 1505) in writer.scalars
+    assert ("cadenza/world/blocks 9 to 11/bytes_sent", 1_500_064, 1505) in writer.scalars
+    assert ("cadenza/world/blocks 9 to 11/codec_error", 0.0065, 1505) in writer.scalars
     assert not writer.closed  # it is the giver's
 
 
@@ -249,7 +249,7 @@ def test_tensorboard_leaves_out_what_was_not_measured() -> None:
 
 def test_tensorboard_closes_the_writer_that_it_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     writer = Writer()
-    monkeypatch.setattr(cadenza.observers, "_writer_at", lambda path: writer)
+    monkeypatch.setattr(cadenza.observers.loggers, "_writer_at", lambda path: writer)
     tensorboard(tmp_path).close()
     assert writer.closed
 
@@ -263,3 +263,51 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.
 def test_tensorboard_refuses_what_cannot_write() -> None:
     with pytest.raises(TypeError, match=r"a folder or a SummaryWriter .*; got 3"):
         tensorboard(3)
+
+
+class WandbRun:
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def define_metric(self, name: str, **options: object) -> None:
+        pass
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.rows.append((step, figures))
+
+
+def test_wandb_never_goes_back_behind_the_runs_own_count() -> None:
+    run = WandbRun(step=4000)  # its user logs twice a step
+    wandb(run)(REPORT)
+    [(step, figures)] = run.rows
+    assert step == 4000
+    assert figures["cadenza/step"] == 1505
+    assert figures["cadenza/world/blocks 9 to 11/drift"] == 0.0125
+
+
+def test_wandb_refuses_what_is_no_run() -> None:
+    with pytest.raises(TypeError, match=r"the run that wandb\.init\(\) returned; got 'cadenza'"):
+        wandb("cadenza")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_without_a_loggers_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"pip install {name}"):
+        {"wandb": wandb, "mlflow": mlflow}[name]()
+
+
+def test_mlflow_gets_names_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Package:
+        rows: ClassVar[list[Any]] = []
+
+        def log_metrics(self, figures: dict[str, float], step: int, run_id: str) -> None:
+            self.rows.append((run_id, step, set(figures)))
+
+    monkeypatch.setitem(sys.modules, "mlflow", Package())
+    mlflow("a1b2")(replace(REPORT, kind="failed", fragment_name="head[0]"))
+    names = {f"cadenza/world/head_0_/{name}" for name in ("failed", "bytes_sent", "stall_s")}
+    assert Package.rows == [("a1b2", 1505, names)]
+    with pytest.raises(TypeError, match=r"run_id is the id of an MLflow run, a text; got 3"):
+        mlflow(3)  # type: ignore[arg-type]

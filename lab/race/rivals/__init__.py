@@ -65,6 +65,7 @@ METHODS = {
     "torchft Streaming DiLoCo": Rival("torchft", "torchft", "streaming"),
     "fairscale SlowMo": Rival("fairscale_slowmo", "fairscale"),
     "hivemind": Rival("hivemind_local", "hivemind"),
+    "DDP, Cadenza hook": Rival("cadenza_quantized_ddp", sends_gradients=True),
     "Cadenza local_sgd": Rival("cadenza_strategies", variant="local_sgd"),
     "Cadenza diloco": Rival("cadenza_strategies", variant="diloco"),
     "Cadenza streaming_diloco": Rival("cadenza_strategies", variant="streaming_diloco"),

@@ -22,5 +22,6 @@ torch.distributed.checkpoint (DCP) works as well: see `dcp_state`.
 
 from cadenza.checkpoint.dcp import dcp_state, dcp_template, load_dcp_state
 from cadenza.checkpoint.folders import latest, load, save
+from cadenza.checkpoint.models import load_model
 
-__all__ = ["dcp_state", "dcp_template", "latest", "load", "load_dcp_state", "save"]
+__all__ = ["dcp_state", "dcp_template", "latest", "load", "load_dcp_state", "load_model", "save"]

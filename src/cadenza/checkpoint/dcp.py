@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop
+from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, prepare_loop
+from cadenza.engine.optimizers import plain_optimizers
 from cadenza.engine.place import Place
 from cadenza.engine.saving import State, collect
 from cadenza.engine.synchronizer import Synchronizer
@@ -54,7 +55,7 @@ def dcp_state(
     this module.
     """
     state = collect(sync.replica)
-    return state | collect_loop(sync.replica.place().worker_root, model, optimizers_of(optimizer), extra)
+    return state | collect_loop(sync.replica.place().worker_root, model, plain_optimizers(optimizer), extra)
 
 
 def dcp_template(folder: str | Path, sync: Synchronizer) -> State:
@@ -103,7 +104,7 @@ def load_dcp_state(
 ) -> dict[str, Any] | None:
     """Go on from what `torch.distributed.checkpoint.load` read; returns the `extra` that the worker had saved."""
     restoration = sync.prepare_to_load(state)
-    loop = prepare_loop(state, restoration, model, optimizers_of(optimizer))
+    loop = prepare_loop(state, restoration, model, plain_optimizers(optimizer))
     loop.apply()
     restoration.apply()
     return loop.extra

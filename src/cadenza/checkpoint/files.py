@@ -49,18 +49,25 @@ class Manifest:
 def write_state(path: Path, state: Mapping[str, torch.Tensor | str], describe: Callable[[int, str], Manifest]) -> None:
     """Write tensors and texts to a file and its manifest, which `describe` makes of the file's size and hash."""
     save_file, _ = _safetensors()
+    from safetensors import SafetensorError
+
     tensors = {key: value.contiguous() for key, value in state.items() if isinstance(value, torch.Tensor)}
     texts = {key: value for key, value in state.items() if isinstance(value, str)}
     partial = _partial(path)
     try:
         save_file(tensors, partial, metadata={_TEXTS: json.dumps(texts)})
+        _settle(partial, path)
+        manifest = describe(path.stat().st_size, _hash(path))
+        partial = _partial(_beside(path))
+        partial.write_text(manifest.to_json())
+        _settle(partial, _beside(path))
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be written: safetensors does not hold {error}.") from error
-    _settle(partial, path)
-    manifest = describe(path.stat().st_size, _hash(path))
-    partial = _partial(_beside(path))
-    partial.write_text(manifest.to_json())
-    _settle(partial, _beside(path))
+    except (OSError, SafetensorError) as error:  # a full disk, most likely: leave it what room there is
+        for unfinished in (_partial(path), _partial(_beside(path))):
+            unfinished.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise OSError(error.errno if isinstance(error, OSError) else None, reason, str(path)) from error
 
 
 def read_manifest(path: Path) -> Manifest:

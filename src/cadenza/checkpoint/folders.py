@@ -16,9 +16,10 @@ import torch
 from cadenza.checkpoint.files import Manifest, read_manifest, read_state, write_state
 from cadenza.checkpoint.files import verify as verify_file
 from cadenza.checkpoint.layout import is_checkpoint_file, manifests, shared_file, worker_file
-from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, optimizers_of, prepare_loop, read_loop
+from cadenza.checkpoint.loop import belongs_to_loop, collect_loop, prepare_loop, read_loop
 from cadenza.checkpoint.selection import Selection, select_whole
 from cadenza.common.checksums import fingerprint
+from cadenza.engine.optimizers import plain_optimizers
 from cadenza.engine.place import Place
 from cadenza.engine.saving import FORMAT, State, collect
 from cadenza.engine.synchronizer import Synchronizer
@@ -58,7 +59,7 @@ def save(
     ['shared.json', 'shared.safetensors', 'worker-00000.json', 'worker-00000.safetensors']
     >>> dist.destroy_process_group()
     """
-    part = collect_part(model, optimizers_of(optimizer), sync, extra)
+    part = collect_part(model, plain_optimizers(optimizer), sync, extra)
     part.write(Path(folder), shared=part.place.position == 0, overwrite=False)
 
 
@@ -103,7 +104,7 @@ def load(
     >>> dist.destroy_process_group()
     """
     selection = select_whole(Path(folder), sync.replica.place(), verify_files=verify)
-    return restore(selection, model, optimizers_of(optimizer), sync)
+    return restore(selection, model, plain_optimizers(optimizer), sync)
 
 
 def latest(root: str | Path) -> Path | None:

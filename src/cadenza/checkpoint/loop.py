@@ -24,17 +24,12 @@ __all__ = [
     "Loop",
     "belongs_to_loop",
     "collect_loop",
-    "optimizers_of",
     "prepare_loop",
     "random_state",
     "read_loop",
+    "read_model",
     "set_random_state",
 ]
-
-
-def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return one optimizer or several as a list."""
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def collect_loop(
@@ -106,6 +101,14 @@ def read_loop(
     described = read_json(f"worker/{worker}/loop", state.get(f"worker/{worker}/loop"))
     states = _fitted_optimizers(_read(described["optimizer"], state, copy=True), optimizers)
     return states, _read(described["extra"], state, copy=True) or {}
+
+
+def read_model(state: Mapping[str, torch.Tensor | str], worker: int) -> dict[str, Any]:
+    """Return what a worker's model held, as its `state_dict` gave it."""
+    values: dict[str, Any] = _read(
+        read_json(f"worker/{worker}/loop", state.get(f"worker/{worker}/loop"))["model"], state
+    )
+    return values
 
 
 # ---- values and JSON -------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +22,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
-from cadenza.cli.worker_processes import WorkerCommand, WorkerLogs, report_failures, report_problem, start_workers
-
-__all__ = ["HostsPlan", "RendezvousPlan"]
+from cadenza.cli.plans import HostsPlan, RendezvousPlan, WorkerCommand
+from cadenza.cli.worker_processes import WorkerLogs, report_failures, report_problem, start_workers
 
 _POLL_S = 0.3
-
-
-@dataclass(frozen=True)
-class RendezvousPlan:
-    """What torch's elastic agent is to launch on this node; the names are torchrun's."""
-
-    command: list[str]
-    logs: str
-    workers: int
-    min_nodes: int
-    max_nodes: int
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_id: str
-    rdzv_configs: dict[str, Any]
-    local_addr: str | None
-    max_restarts: int
-
-    def arguments(self) -> list[str]:
-        """Return the program's arguments."""
-        return ["rendezvous", json.dumps(asdict(self))]
-
-
-@dataclass(frozen=True)
-class HostsPlan:
-    """Workers that know where worker 0 is, one on each host of an emulated network."""
-
-    commands: list[WorkerCommand]
-    logs: str
-
-    def arguments(self) -> list[str]:
-        """Return the program's arguments."""
-        return ["hosts", json.dumps(asdict(self))]
 
 
 def launch_by_rendezvous(plan: RendezvousPlan) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from cadenza.errors import UsageError
 
-__all__ = ["bit_rate", "byte_size", "duration", "parse_count"]
+__all__ = ["bit_rate", "byte_size", "duration", "parse_count", "parse_rate", "parse_seconds", "parse_size"]
 
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
@@ -22,6 +24,44 @@ def parse_count(option: str, text: str) -> int:
     if count < 1:
         raise UsageError(f"{option} is a number of parameters such as 25M, 1.3G or 100k; got {text!r}.")
     return count
+
+
+def parse_rate(option: str, text: str) -> float:
+    """Return the bits a second of a rate as links are given elsewhere: 100mbit, 1gbit.
+
+    >>> parse_rate("--bandwidth", "200mbit")
+    200000000.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?", text.strip(), re.IGNORECASE)
+    rate = float(found[1]) * _FACTORS[found[2].lower()] if found else 0.0
+    if not 0 < rate < 1e18:
+        raise UsageError(f"{option} is a number and a unit of bits a second, such as 100mbit or 1gbit; got {text!r}.")
+    return rate
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """Return the seconds of a time span; a number without a unit is seconds.
+
+    >>> parse_seconds("--latency", "40ms"), parse_seconds("--step-s", "0.8"), parse_seconds("--fails-every", "3d")
+    (0.04, 0.8, 259200.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s|min|h|d)?", text.strip(), re.IGNORECASE)
+    if not found or not math.isfinite(float(found[1])):
+        raise UsageError(f"{option} is a time such as 0.8, 40ms, 5min or 72h; got {text!r}.")
+    return float(found[1]) * _SECONDS[(found[2] or "s").lower()]
+
+
+def parse_size(option: str, text: str) -> int:
+    """Return the bytes of a size in decimal units.
+
+    >>> parse_size("--memory", "24GB")
+    24000000000
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b", text.strip(), re.IGNORECASE)
+    size = round(float(found[1]) * {**_FACTORS, "t": 10**12}[found[2].lower()]) if found else 0
+    if size < 1:
+        raise UsageError(f"{option} is a number of bytes such as 24GB or 512MB; got {text!r}.")
+    return size
 
 
 def byte_size(size: float) -> str:

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from cadenza.cli.bench import bench
 from cadenza.cli.doctor import doctor
+from cadenza.cli.export import export
 from cadenza.cli.failures import exit_code, explain
-from cadenza.cli.report import report
+from cadenza.cli.plan import plan
+from cadenza.cli.report.command import report
 from cadenza.cli.train import train
 from cadenza.errors import CadenzaError
 from cadenza.version import __version__
@@ -36,7 +38,11 @@ STORY = """
 
 **cadenza train --compare ddp,local_sgd,diloco --link 100mbit** races strategies over a slow link.
 
+**cadenza plan --parameters 1.3B --step-s 0.8 --workers 8 --bandwidth 200mbit** says which period and codec to take.
+
 Ctrl-C saves; **cadenza train --resume RUN** goes on. **cadenza report RUN…** draws what is in the run's folder.
+
+**cadenza export RUN model.safetensors** writes the trained model, for plain PyTorch or transformers.
 
 Exit codes: 0 done, 1 the training failed, 2 bad input, 130 interrupted. `--debug` shows where an error comes from.
 """
@@ -48,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, report, doctor, bench):
+for command in (train, report, plan, export, doctor, bench):
     app.command()(command)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from cadenza.cli.running import carry_out, emulated, make_run
+from cadenza.cli.running import carry_out, emulated, import_task, make_run, owned
 from cadenza.cli.train import finish
 from cadenza.cli.watching import InterruptedRunError
 from cadenza.errors import UsageError
@@ -38,11 +38,13 @@ def race(
     entered = contestants(config, names)
     if config.launch.nnodes != "1":
         raise UsageError("--compare trains on one node.")
+    import_task(config, console, plain=plain)
     with nullcontext() if link is None else emulated(link, config) as network:
         for name, entry in entered.items():
             run = make_run(folder / name, entry)
             try:
-                carry_out(run, entry, console, plain=plain, network=network)
+                with owned(run, entry, console) as lock:
+                    carry_out(run, entry, console, plain=plain, network=network, lock=lock)
             except InterruptedRunError as interruption:
                 console.print(f"Interrupted while {name} was trained; what there is of it is in {folder}.")
                 raise typer.Exit(128 + interruption.number) from None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -25,6 +27,9 @@ _REFRESH_S = 0.5
 _COST_LIMIT = 0.005  # of one core
 _PLAIN_S, _PLAIN_MOST_S = 5.0, 60.0  # plain lines come every few seconds at first, every minute in a long run
 _FULL, _LIGHT, _HALF = "━", "─", "╸"
+_CURVE = "▁▂▃▄▅▆▇█"
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_STATUS_STYLES = {"restarting": "yellow", "dead": "red", "lost": "red", "failed": "red"}
 _LEVEL_STYLES = {"warning": "yellow", "error": "red"}
 
 
@@ -54,8 +59,10 @@ class LiveDisplay:
         self._console, self._title, self._notice = console, title, ""
         self._failures = _Failures()
         self._next = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live = Live(console=console, auto_refresh=False)  # its last picture stays
         self._progress = Progress()
+        self._began = time.monotonic()
+        self._resumed = False
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -73,7 +80,10 @@ class LiveDisplay:
         began = time.thread_time()
         self._progress = progress
         for worker, line in news:
-            if line["kind"] == "event" and line["level"] != "info":
+            if line["kind"] == "start" and line["resumed"] and not self._resumed:
+                self._resumed = True
+                self._console.print(f"Going on from step {line['step']}.")
+            elif line["kind"] == "event" and line["level"] != "info":
                 self._console.print(Text(f"worker {worker}: {line['text']}", _LEVEL_STYLES.get(line["level"], "")))
             elif text := self._failures.take(worker, line):
                 self._console.print(Text(text, _LEVEL_STYLES["warning"]))
@@ -86,7 +96,9 @@ class LiveDisplay:
 
     def _draw(self) -> None:
         size = self._console.size
-        self._live.update(draw(self._progress, self._title, size.width, size.height, self._notice), refresh=True)
+        waited_s = time.monotonic() - self._began
+        picture = draw(self._progress, self._title, size.width, size.height, self._notice, waited_s)
+        self._live.update(picture, refresh=True)
 
 
 class PlainDisplay:
@@ -132,16 +144,23 @@ class PlainDisplay:
         self._console.print(Text(text), soft_wrap=True)
 
 
-def draw(progress: Progress, title: str, width: int = 80, height: int = 40, notice: str = "") -> RenderableType:
+def draw(
+    progress: Progress, title: str, width: int = 80, height: int = 40, notice: str = "", waited_s: float = 0.0
+) -> RenderableType:
     """Return the live picture: a row a worker, then what all of them have done together."""
     picture = Text(no_wrap=True, overflow="ellipsis")
     for line in _wrapped([Text(part, "bold") for part in title.split(" · ")], width):
         picture.append_text(line).append("\n")
     workers = [progress.workers[worker] for worker in sorted(progress.workers)]
-    if not workers:
-        picture.append("waiting for the workers to start\n", "dim")
+    if not progress.steps:
+        told = ": ".join(filter(None, ["starting the workers", progress.starting]))
+        turn = _SPINNER[int(waited_s / _REFRESH_S) % len(_SPINNER)]
+        picture.append(f"{turn} ", "cyan").append(f"{told} · {_clock(waited_s)}\n", "dim")
     else:
-        _append_workers(picture, progress, workers, width, most=max(1, height - 8))
+        _append_workers(picture, progress, workers, width, most=max(1, height - 9))
+        if len(progress.losses) > 1:
+            picture.append("loss ", "dim").append(_curve(progress.losses, min(100, width - 16)), "cyan")
+            picture.append(f" {loss_text(progress.losses[-1])}\n", "bold")
         for facts in _facts(progress):
             for line in _wrapped(facts, width):
                 picture.append_text(line).append("\n")
@@ -156,7 +175,7 @@ def _append_workers(picture: Text, progress: Progress, workers: list[WorkerProgr
     heads = ["worker", "step", f"{progress.unit}/s", "loss", "next sync"]
     shown = [0, 1, 2, 3, 4] if width >= 64 else [0, 1, 2, 3] if width >= 48 else [0, 1, 3]
     widths = {i: max(len(row[i]) for row in [heads, *rows]) for i in shown}
-    bar = min(40, width - sum(widths.values()) - 2 * len(shown))
+    bar = min(max(40, width // 2), width - sum(widths.values()) - 2 * len(shown))
     picture.append(_cells(heads, widths, " " * max(0, bar)) + "\n", "dim")
     for worker, row in zip(workers, rows, strict=False):
         cells = [row[i].ljust(widths[i]) if i == 0 else row[i].rjust(widths[i]) for i in shown]
@@ -164,7 +183,7 @@ def _append_workers(picture: Text, progress: Progress, workers: list[WorkerProgr
         if bar >= 4:
             _append_bar(picture, worker.step / max(1, progress.steps), bar)
             picture.append("  ")
-        picture.append("  ".join(cells[1:]) + "\n")
+        picture.append("  ".join(cells[1:]) + "\n", _STATUS_STYLES.get(worker.status, ""))
     if len(workers) > most:
         rest = [worker.step for worker in workers[most:]]
         picture.append(f"… and {len(rest)} more, at steps {min(rest)} to {max(rest)}\n", "dim")
@@ -193,6 +212,31 @@ def _append_bar(picture: Text, done: float, width: int) -> None:
     picture.append(_FULL * full + _HALF * half, style).append(_LIGHT * (width - full - half), "dim")
 
 
+def _curve(values: Sequence[float], width: int) -> str:
+    """Return values as a line of bars, the mean of several in each if there are many.
+
+    >>> _curve([4.0, 3.0, 2.0, 1.0], 4), _curve([1.0, 1.0], 4), _curve([1, 1, 8, 8], 2)
+    ('█▆▃▁', '▁▁', '▁█')
+    """
+    count = min(len(values), max(1, width))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [fmean(values[low:high]) for low, high in pairwise(edges)]
+    lowest, highest = min(means), max(means)
+    scale = (len(_CURVE) - 1) / (highest - lowest) if highest > lowest else 0.0
+    return "".join(_CURVE[round((mean - lowest) * scale)] for mean in means)
+
+
+def _trend(losses: Sequence[float]) -> str:
+    """Return how a loss has moved since it was last measured.
+
+    >>> _trend([2.5, 2.25]), _trend([2.5])
+    (' ↓ from 2.500', '')
+    """
+    if len(losses) < 2:
+        return ""
+    return f" {'↓' if losses[-1] < losses[-2] else '↑'} from {loss_text(losses[-2])}"
+
+
 def _facts(progress: Progress) -> list[list[Text]]:
     """Return what all workers have done together, in three lines: bytes, time, the model."""
     sent = [
@@ -209,7 +253,7 @@ def _facts(progress: Progress) -> list[list[Text]]:
     reached = [_fact("drift ", NOTHING if progress.drift is None else f"{progress.drift:.3g}")]
     if progress.evaluation is not None:
         step, loss = progress.evaluation
-        reached.append(_fact("held-out loss ", loss_text(loss), f" at step {step}"))
+        reached.append(_fact("held-out loss ", loss_text(loss), f" at step {step}{_trend(progress.evaluated)}"))
     if progress.checkpoint is not None:
         step, size = progress.checkpoint
         reached.append(_fact("checkpoint at step ", str(step), f" ({bytes_text(size)})"))

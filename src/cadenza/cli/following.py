@@ -7,7 +7,8 @@ even parsed, and a run of a thousand steps a second is as cheap to follow as one
 from __future__ import annotations
 
 import json
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["Follower", "Progress", "WorkerProgress"]
 
 _STEP = b'{"kind": "step"'
 _LONGEST_LINE = 1 << 20
+_MOST_LOSSES = 400  # of the curve that is shown
 _RATE_WINDOW_S = 15.0  # how far back the speed that is shown looks
 
 
@@ -38,6 +40,7 @@ class WorkerProgress:
     next_sync: int | None = None
     gradient_bytes: float = 0.0
     status: str = "starting"
+    phase: str = "starting"
     error: str | None = None
     ended: float = 0.0
     first_step: int = 0
@@ -47,7 +50,7 @@ class WorkerProgress:
     @property
     def gone(self) -> bool:
         """Whether the others go on without it."""
-        return self.status in ("lost", "left")
+        return self.status in ("lost", "left", "dead", "restarting")
 
     @property
     def only_followed(self) -> bool:
@@ -57,7 +60,7 @@ class WorkerProgress:
     @property
     def samples_per_s(self) -> float | None:
         """Samples a second, over the last seconds."""
-        if len(self.recent) < 2 or self.recent[-1][0] <= self.recent[0][0]:
+        if self.gone or len(self.recent) < 2 or self.recent[-1][0] <= self.recent[0][0]:
             return None
         (then, before), (now, samples) = self.recent[0], self.recent[-1]
         return (samples - before) / (now - then)
@@ -71,6 +74,10 @@ class WorkerProgress:
                 self.step = self.first_step = line["step"]
                 self.first_elapsed, self.gradient_bytes = self.elapsed, line["gradient_bytes"]
                 self.recent.clear()
+            case "event" if "status" in line:
+                self.status = line["status"]
+            case "phase":
+                self.status, self.phase = "restarting" if self.gone else "starting", line["text"]
             case "step":
                 self.step, self.loss, self.samples = line["step"], float(line["loss"]), line["samples"]
                 self.bytes_sent, self.stall_s, self.next_sync = line["bytes_sent"], line["stall_s"], line["next_sync"]
@@ -93,8 +100,18 @@ class Progress:
     drift: float | None = None
     rounds: int = 0
     evaluation: tuple[int, float] | None = None
+    evaluated: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seen_step: int = 0
     checkpoint: tuple[int, int] | None = None
     workers: dict[int, WorkerProgress] = field(default_factory=dict)
+
+    @property
+    def starting(self) -> str:
+        """What those do that have not come to their first step; nothing once all have."""
+        phases = [worker.phase for worker in self.workers.values() if worker.status == "starting"]
+        told = [f"{count} {phase}" for phase, count in Counter(phases).items()]
+        return ", ".join(told)
 
     @property
     def step(self) -> int:
@@ -138,8 +155,10 @@ class Progress:
         return fmean(w.gradient_bytes * w.step for w in self.workers.values()) if self.workers else 0.0
 
     @property
-    def stall_s(self) -> float:
-        """How long a worker has stood still, on average."""
+    def stall_s(self) -> float | None:
+        """How long a worker has stood still, on average; DDP waits inside backward(), where nobody measures it."""
+        if self.strategy == "ddp":
+            return None
         return fmean(worker.stall_s for worker in self.workers.values()) if self.workers else 0.0
 
     @property
@@ -152,6 +171,14 @@ class Progress:
         ]
         return max(estimates) if estimates else None
 
+    def remember(self) -> None:
+        """Keep the loss for the curve of all of them; a long run is remembered by every second, fourth, … of them."""
+        if self.loss is not None and math.isfinite(self.loss) and self.step > self.seen_step:
+            self.seen_step = self.step
+            self.losses.append(self.loss)
+            if len(self.losses) > _MOST_LOSSES:
+                del self.losses[::2]
+
     def take(self, worker: int, line: dict[str, Any]) -> None:
         """Take in a line of a worker's metrics."""
         self.workers.setdefault(worker, WorkerProgress(worker)).take(line)
@@ -163,6 +190,7 @@ class Progress:
                 self.drift = float(line["drift"])
             case "evaluation":
                 self.evaluation = line["step"], float(line["loss"])
+                self.evaluated.append(float(line["loss"]))
             case "checkpoint":
                 self.checkpoint = line["step"], line["bytes"]
 
@@ -197,6 +225,7 @@ class Follower:
                 self.progress.take(worker, line)
                 if line["kind"] != "step":
                     news.append((worker, line))
+        self.progress.remember()
         return news
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:

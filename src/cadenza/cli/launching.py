@@ -49,6 +49,7 @@ class Workers:
         program: The program.
         logs: The folder for its own log.
         network: An emulated network, if the program runs there.
+        lock: The file of the run's lock, which the program holds until its last worker has ended.
 
     Attributes:
         leads: Whether this node is the one that shows and draws what all have done.
@@ -56,12 +57,12 @@ class Workers:
         problem: Why they could not be started, if so.
     """
 
-    def __init__(self, program: Program, logs: Path, network: Network | None = None) -> None:
+    def __init__(self, program: Program, logs: Path, network: Network | None = None, lock: int | None = None) -> None:
         self.leads = program.leads
         self.crashes: list[Crash] = []
         self.problem = ""
         self._program = program
-        self._process = _start(program, logs, network)
+        self._process = _start(program, logs, network, lock)
         self._reports = _Reports(self._process)
 
     def poll(self) -> bool | None:
@@ -103,7 +104,7 @@ class Workers:
                 self.problem = error
 
 
-def _start(program: Program, folder: Path, network: Network | None) -> subprocess.Popen[bytes]:
+def _start(program: Program, folder: Path, network: Network | None, lock: int | None) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{program.log_name}-{socket.gethostname()}-{os.getpid()}.log").open("a") as log:
         options: dict[str, Any] = {
@@ -111,6 +112,7 @@ def _start(program: Program, folder: Path, network: Network | None) -> subproces
             "stdout": subprocess.PIPE,
             "stderr": log,
             "start_new_session": True,  # Ctrl-C reaches the front alone
+            "pass_fds": () if lock is None else (lock,),
         }
         if network is None:
             return subprocess.Popen(program.command, env={**os.environ, **program.env}, **options)

@@ -11,11 +11,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cadenza.cli.agent import HostsPlan, RendezvousPlan
 from cadenza.cli.parent_death import PARENT
+from cadenza.cli.plans import HostsPlan, RendezvousPlan, SupervisorPlan, WorkerCommand
 from cadenza.cli.rendezvous import StorePlace, arrange, node_range, store_place
-from cadenza.cli.supervisor import Plan as SupervisorPlan
-from cadenza.cli.worker_processes import WorkerCommand
 from cadenza.emulation import Network
 from cadenza.training.config import Config, LaunchSettings
 from cadenza.training.runs import Run

@@ -28,7 +28,7 @@ def results(folders: Sequence[Path]) -> RenderableType:
     for run in runs:
         table.add_column(run.name, justify="right")
     for name, *cells in shown.rows[:_ENOUGH]:
-        table.add_row(name.text, *(cell.text for cell in cells))
+        table.add_row(name.text, *(f"[bold green]{cell.text}[/]" if cell.best else cell.text for cell in cells))
     links = [link for folder in folders if (link := Run(folder).environment().get("link")) is not None]
     if len(links) == len(folders):
         sent = [bytes_text(sum(link["interface_bytes"])) for link in links]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -16,15 +16,25 @@ from cadenza.cli.launching import Workers, log_folder
 from cadenza.cli.programs import program_for
 from cadenza.cli.rendezvous import node_range
 from cadenza.cli.watching import watch
+from cadenza.common.wording import count_workers
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, LaunchSettings
+from cadenza.training.ownership import owning
 from cadenza.training.runs import Run, create, open_run
+from cadenza.training.task import load_build
 
-__all__ = ["carry_out", "emulated", "make_run", "same_run", "title_of"]
+__all__ = ["carry_out", "emulated", "import_task", "make_run", "owned", "same_run", "title_of"]
 
 _MEETING = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 _OTHERS_S = 10.0  # for another node to finish making the folder that all share
+
+
+def import_task(config: Config, console: Console, *, plain: bool) -> None:
+    """Import the task, so that what is wrong with it is told before there is a folder or a worker."""
+    live = console.is_terminal and not plain
+    with console.status(f"importing {config.task}") if live else nullcontext():
+        load_build(config.task)
 
 
 def make_run(folder: Path, config: Config) -> Run:
@@ -81,7 +91,26 @@ def emulated(rate: str, config: Config) -> Iterator[Network]:
         yield network
 
 
-def carry_out(run: Run, config: Config, console: Console, *, plain: bool, network: Network | None = None) -> bool:
+@contextmanager
+def owned(run: Run, config: Config, console: Console) -> Iterator[int | None]:
+    """Own a run inside the block; its value is the lock's file, for those who write into the run's folder."""
+    launch = config.launch
+    job = "" if launch.nnodes == "1" else f"{launch.rdzv_id or run.folder.name} at {launch.rdzv_endpoint}"
+    with owning(run.folder, job=job) as lock:
+        if lock.before is not None:
+            console.print(f"The run's last owner has ended without a word: {lock.before}.", soft_wrap=True)
+        yield lock.file
+
+
+def carry_out(
+    run: Run,
+    config: Config,
+    console: Console,
+    *,
+    plain: bool,
+    network: Network | None = None,
+    lock: int | None = None,
+) -> bool:
     """Start the workers of a run, show how far they are, and return when they have finished.
 
     Returns:
@@ -93,7 +122,7 @@ def carry_out(run: Run, config: Config, console: Console, *, plain: bool, networ
     logs = log_folder(run.folder)
     follower = Follower(run.metrics, from_now=True)
     sent = [] if network is None else [host.bytes_sent() for host in network.hosts]
-    workers = Workers(program_for(run.folder, config, logs, network), logs.parent, network)
+    workers = Workers(program_for(run.folder, config, logs, network), logs.parent, network, lock)
     title = title_of(run, config, network)
     live = console.is_terminal and not plain and workers.leads
     display: Display = LiveDisplay(console, title) if live else PlainDisplay(console, title)
@@ -110,7 +139,7 @@ def title_of(run: Run, config: Config, network: Network | None = None) -> str:
     strategy, launch = config.strategy, config.launch
     parts = [" ".join(["cadenza train", strategy.name, strategy.codec]).strip()]
     nodes = "" if launch.nnodes == "1" else f" on each of {launch.nnodes} nodes"
-    parts.append(f"{launch.workers} workers{nodes}")
+    parts.append(f"{count_workers(launch.workers)}{nodes}")
     if config.faults.tolerant:
         parts.append(config.faults.policy)
     if network is not None:

@@ -1,20 +1,18 @@
 """The supervisor of one node's elastic workers: one that dies is started again, alone, while the others train on.
 
 Torch's elastic agent ends all workers of a node when one dies, so each worker has a context of its own here. `cadenza
-train` starts the supervisor as ``python -m cadenza.cli.supervisor PLAN`` with a `Plan` as JSON. It also keeps the store
-that the workers share running, unless that is elsewhere: a store that is started again is empty, and the workers write
-into it again what they know.
+train` starts the supervisor as ``python -m cadenza.cli.supervisor PLAN`` with a `SupervisorPlan` as JSON. It also keeps
+the store that the workers share running, unless that is elsewhere: a store that is started again is empty, and the
+workers write into it again what they know.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -23,8 +21,9 @@ from torch.distributed.elastic.multiprocessing import PContext
 from cadenza.cli.exit_codes import BAD_INPUT, NOBODY_LEFT
 from cadenza.cli.job_names import JobNames
 from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
+from cadenza.cli.plans import SupervisorPlan, WorkerCommand
 from cadenza.cli.store_keeper import StoreKeeper, StoreNotStartedError
-from cadenza.cli.worker_processes import WorkerCommand, report_failures, report_problem, start_workers
+from cadenza.cli.worker_processes import report_failures, report_problem, start_workers
 from cadenza.errors import StoreLostError
 from cadenza.participants.heartbeat import announce_death
 from cadenza.participants.signing import Signer
@@ -32,52 +31,15 @@ from cadenza.participants.store import StoreConnection
 from cadenza.training.exit_records import last_record, write_end, write_event
 from cadenza.training.metrics import metrics_file
 
-__all__ = ["Plan"]
-
 _POLL_S = 0.1
 _MOST_BEGINNINGS = 10
 _ASKED = (signal.SIGTERM, signal.SIGINT)  # a worker that had only just begun was asked to end
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a supervisor is to keep running.
-
-    Attributes:
-        commands: The workers of this node.
-        metrics: The folder of the run's metrics.
-        logs: The folder for what the workers print.
-        job: What tells this job from others that use the store.
-        host: The host of the store.
-        port: Its port; 0 for a free one.
-        store: The command that serves the store, without its port; empty if somebody else does.
-        restarts: How often each worker is started again.
-        eager: Whether the others are told at once when a worker died, or only when it will not come back.
-    """
-
-    commands: list[WorkerCommand]
-    metrics: str
-    logs: str
-    job: str
-    host: str
-    port: int
-    store: list[str]
-    restarts: int
-    eager: bool
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        fields = json.loads(text)
-        return cls(**{**fields, "commands": [WorkerCommand(**command) for command in fields["commands"]]})
-
-
 class Supervisor:
     """Starts workers, and starts them again."""
 
-    def __init__(self, plan: Plan, address: str) -> None:
+    def __init__(self, plan: SupervisorPlan, address: str) -> None:
         self._plan = plan
         self._commands = {command.worker: command for command in plan.commands}
         self._address = address
@@ -159,7 +121,8 @@ class Supervisor:
         metrics = Path(self._plan.metrics) / metrics_file(worker)
         error = last_record(metrics).error if code > 0 else ""
         how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error else ""))
+        status = "restarting" if restarts else "dead"
+        write_event(metrics, f"Worker {worker} {how}; {why}." + (f" {error}" if error else ""), status=status)
         if not restarts:
             write_end(metrics, "lost", error or f"It {how}.")
 
@@ -237,7 +200,7 @@ def _log(text: str) -> None:
 def main() -> int:
     """Keep the workers running, and report how it ended; the exit code is 0 if some have finished."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
-    plan = Plan.from_json(sys.argv[1])
+    plan = SupervisorPlan.from_json(sys.argv[1])
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     end_with_parent(signal.SIGTERM)

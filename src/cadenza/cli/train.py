@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -26,13 +26,23 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
+class _Insists(NamedTuple):
+    """What one who resumes insists on: another task, a beginning at step 0."""
+
+    other_task: bool
+    from_scratch: bool
+
+
 def train(
     task: options.Task = None,
     config: options.ConfigFile = None,
     print_config: options.PrintConfig = False,
     run: options.RunFolder = None,
     resume: options.Resume = None,
+    force: options.Force = False,
+    from_scratch: options.FromScratch = False,
     plain: options.Plain = False,
+    log: options.Log = None,
     no_report: options.NoReport = False,
     strategy: options.StrategyName = None,
     period: options.Period = None,
@@ -67,8 +77,11 @@ def train(
 
     console = Console(highlight=False)
     if resume is not None:
-        _go_on(resume, overrides, console, plain=plain, link=link, report=not no_report, show=print_config)
+        insists = _Insists(force, from_scratch)
+        _go_on(resume, overrides, insists, console, plain=plain, link=link, report=not no_report, show=print_config)
         return
+    if force or from_scratch:
+        raise UsageError(f"--{'force' if force else 'from-scratch'} belongs to --resume RUN.")
     chosen = read_config(config, overrides)
     if print_config:
         print(chosen.to_toml(), end="")
@@ -116,7 +129,7 @@ def _begin(
 ) -> None:
     """Make a new run, and train it."""
     from cadenza.cli.rendezvous import arrange, store_place
-    from cadenza.cli.running import emulated, make_run
+    from cadenza.cli.running import emulated, import_task, make_run, owned
     from cadenza.training.runs import read_metrics
 
     if folder is None:
@@ -128,10 +141,12 @@ def _begin(
         folder = _default_folder(config.strategy.name)
     if link is None:  # what is wrong with the endpoint is said before there is a folder
         store_place(config) if config.faults.tolerant else arrange(config.launch, name=folder.name)
+    import_task(config, console, plain=plain)
     with nullcontext() if link is None else emulated(link, config) as network:
         run = make_run(folder, config)
         try:
-            _train(run, config, console, plain=plain, network=network, report=report)
+            with owned(run, config, console) as lock:
+                _train(run, config, console, plain=plain, network=network, report=report, lock=lock)
         except UsageError:
             if config.launch.nnodes == "1" and not read_metrics(run.folder).of("start"):
                 shutil.rmtree(run.folder)  # so that the next attempt can have the same name
@@ -141,6 +156,7 @@ def _begin(
 def _go_on(
     folder: Path,
     overrides: dict[str, Any],
+    insists: _Insists,
     console: Console,
     *,
     plain: bool,
@@ -149,8 +165,9 @@ def _go_on(
     show: bool,
 ) -> None:
     """Go on with a run, as its folder says and the flags change it."""
-    from cadenza.cli.running import emulated, same_run
+    from cadenza.cli.running import emulated, import_task, owned, same_run
     from cadenza.training.runs import open_run
+    from cadenza.training.saved import checkpoint_folders, set_aside
 
     run = open_run(folder)
     before = run.config()
@@ -158,28 +175,41 @@ def _go_on(
     if show:
         print(config.to_toml(), end="")
         return
+    if config.task != before.task and not insists.other_task:
+        raise UsageError(
+            f"{folder} trains the task {before.task}, and not {config.task}: its checkpoints belong to another model. "
+            "--force goes on with the other task all the same."
+        )
+    if insists.from_scratch and config.launch.nnodes != "1":
+        raise UsageError("--from-scratch is for one node: of several, one could set aside what another has just saved.")
     summary = run.summary() or {}
-    if summary.get("status") == "finished" and summary["steps"] >= config.steps:
+    if not insists.from_scratch and summary.get("status") == "finished" and summary["steps"] >= config.steps:
         raise UsageError(
             f"{folder} has finished its {summary['steps']} steps; --steps {2 * summary['steps']} would go on with it."
         )
-    with nullcontext() if link is None else emulated(link, config) as network:
+    link_or_none = nullcontext() if link is None else emulated(link, config)
+    with owned(run, config, console) as lock, link_or_none as network:
+        import_task(config, console, plain=plain)
         if not same_run(config, before):
             run.write_config(config)
+        for checkpoint in checkpoint_folders(run) if insists.from_scratch else []:
+            set_aside(checkpoint)
         try:
-            _train(run, config, console, plain=plain, network=network, report=report)
+            _train(run, config, console, plain=plain, network=network, report=report, lock=lock)
         except UsageError:
             run.write_config(before)  # what the workers refused shall not stand in the way of the next attempt
             raise
 
 
-def _train(run: Run, config: Config, console: Console, *, plain: bool, network: Any, report: bool) -> None:
+def _train(
+    run: Run, config: Config, console: Console, *, plain: bool, network: Any, report: bool, lock: int | None
+) -> None:
     from cadenza.cli.failures import TrainingFailedError
     from cadenza.cli.running import carry_out
     from cadenza.cli.watching import InterruptedRunError
 
     try:
-        leads = carry_out(run, config, console, plain=plain, network=network)
+        leads = carry_out(run, config, console, plain=plain, network=network, lock=lock)
     except InterruptedRunError as interruption:
         text = _left(run) if interruption.left else _saved(run, interruption.saved)
         console.print(text, soft_wrap=True)
@@ -196,7 +226,7 @@ def _train(run: Run, config: Config, console: Console, *, plain: bool, network: 
 
 def finish(folders: Sequence[Path], target: Path, console: Console, *, report: bool) -> None:
     """Show what came of the runs, and draw it."""
-    from cadenza.cli.report import write_report
+    from cadenza.cli.report.page import write_report
     from cadenza.cli.results import results
 
     console.print(results(folders))
@@ -209,9 +239,9 @@ def _saved(run: Run, saved: bool) -> str:
     step = _last_saved(run)
     if step is None:
         return f"Interrupted before anything was saved. {_resume(run)}"
-    if saved:
+    if saved and step == (run.summary() or {}).get("steps", step):
         return f"Interrupted after step {step}, and saved. {_resume(run)}"
-    return f"The workers were ended before they could save; the last checkpoint is of step {step}. {_resume(run)}"
+    return f"The workers ended before their last step was saved; the last checkpoint is of step {step}. {_resume(run)}"
 
 
 def _left(run: Run) -> str:
@@ -219,8 +249,9 @@ def _left(run: Run) -> str:
 
 
 def _last_saved(run: Run) -> int | None:
-    found = [int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("step-*")]
-    return max(found, default=None)
+    from cadenza.training.saved import last_whole_step
+
+    return last_whole_step(run, tolerant=run.config().faults.tolerant)
 
 
 def _resume(run: Run) -> str:

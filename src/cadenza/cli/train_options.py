@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from cadenza.errors import UsageError
+
 __all__ = ["CONFIG_KEYS", "overrides_of"]
 
 RUN, STRATEGY, TRAINING = "The run", "The strategy", "The training"
 NODES, RACE = "Many machines, in torchrun's words", "Comparing"
+
+LOGGERS = ("tensorboard", "wandb", "mlflow")
 
 # The flags that set a key of the configuration, by their names as parameters.
 CONFIG_KEYS = {
@@ -41,7 +46,33 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     >>> overrides_of({"period": 8, "codec": None, "plain": True})
     {'strategy.period': 8}
     """
-    return {key: flags[name] for name, key in CONFIG_KEYS.items() if flags.get(name) is not None}
+    given = {key: flags[name] for name, key in CONFIG_KEYS.items() if flags.get(name) is not None}
+    period = given.get("strategy.period")
+    if isinstance(period, str) and period != "auto":
+        given["strategy.period"] = _steps(period)
+    return given if flags.get("log") is None else given | _logs(flags["log"])
+
+
+def _steps(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f'--period is a whole number of steps, or auto; got "{text}".') from None
+
+
+def _logs(names: str) -> dict[str, bool]:
+    """Return the keys that `--log` sets: these loggers and no others.
+
+    >>> _logs("wandb")
+    {'log.tensorboard': False, 'log.wandb': True, 'log.mlflow': False}
+    """
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    for name in asked:
+        if name not in LOGGERS:
+            raise UsageError(f'--log: there is no logger "{name}"; there are {", ".join(LOGGERS)}.')
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--log {name}: the package is not installed; install it with: pip install {name}.")
+    return {f"log.{name}": name in asked for name in LOGGERS}
 
 
 def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
@@ -84,7 +115,20 @@ RunFolder: TypeAlias = Annotated[
 Resume: TypeAlias = Annotated[
     Path | None, _option("Go on with a run, from its newest whole checkpoint.", RUN, "--resume", metavar="RUN")
 ]
+Force: TypeAlias = Annotated[bool, _option("Resume with another task than the run's.", RUN, "--force")]
+FromScratch: TypeAlias = Annotated[
+    bool, _option("Resume at step 0, with the run's checkpoints set aside.", RUN, "--from-scratch")
+]
 Plain: TypeAlias = Annotated[bool, _option("Plain lines, also on a terminal.", RUN, "--plain")]
+Log: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "Loggers, of tensorboard (the default), wandb and mlflow; their environment variables count.",
+        RUN,
+        "--log",
+        metavar="NAME,…",
+    ),
+]
 NoReport: TypeAlias = Annotated[bool, _option("Draw no report at the end.", RUN, "--no-report")]
 
 StrategyName: TypeAlias = Annotated[
@@ -96,12 +140,15 @@ StrategyName: TypeAlias = Annotated[
         autocompletion=_complete_strategy,
     ),
 ]
-Period: TypeAlias = Annotated[int | None, _option("Steps from one round to the next.", STRATEGY)]
+Period: TypeAlias = Annotated[
+    str | None,
+    _option("Steps from one round to the next; auto: as few as the link allows.", STRATEGY, metavar="STEPS"),
+]
 Codec: TypeAlias = Annotated[
     str | None,
     _option(
-        "How differences are written: fp32, bf16, fp16, int8, e3m0 or topk; +feedback behind it sends later what was "
-        "lost.",
+        "How differences are written: fp32, bf16, fp16, int8, e3m0, topk or auto; +feedback behind it sends later what "
+        "was lost.",
         STRATEGY,
         autocompletion=_complete_codec,
     ),

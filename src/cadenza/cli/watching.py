@@ -161,7 +161,8 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
         reason = f"It was ended by {name}{hint}."
     tail = last_lines(log)
     shown = f"\n\nThe end of {log}:\n{tail}" if tail and _is_traceback(tail) else f" Its log is {log}."
-    raise TrainingFailedError(f"Worker {first.worker} failed: {reason or 'it said nothing.'}{shown}")
+    code = f" (exit code {first.exitcode})" if first.exitcode > 0 else ""
+    raise TrainingFailedError(f"Worker {first.worker} failed{code}: {reason or 'it said nothing.'}{shown}")
 
 
 def _last_log(logs: Path, worker: int) -> Path:

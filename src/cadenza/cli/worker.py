@@ -30,6 +30,7 @@ from cadenza.errors import (
 )
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import run_worker
+from cadenza.training.metrics import FULL_DISK
 from cadenza.training.runs import Run, create, open_run
 
 __all__ = ["main"]
@@ -57,8 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CadenzaError as error:
         print(f"cadenza: {error}", file=sys.stderr)
         return FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            print(f"cadenza: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return FAILED
     return 0
 

@@ -1,4 +1,4 @@
-"""What the programs that start workers have in common: a worker's command, its log files, and reports to the front.
+"""What the programs that start workers have in common: their log files, and reports to the front.
 
 The elastic agent (`cadenza.cli.agent`) and the supervisor (`cadenza.cli.supervisor`) run in processes of their own.
 They report to the front, `cadenza train`, by lines of JSON on their standard output; the rest goes to a log.
@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-__all__ = ["WorkerCommand", "WorkerLogs", "report_failures", "report_problem", "start_workers"]
+from cadenza.cli.plans import WorkerCommand
 
-
-@dataclass(frozen=True)
-class WorkerCommand:
-    """A worker's number, the command that starts it, and its environment beside that of who starts it."""
-
-    worker: int
-    command: list[str]
-    env: dict[str, str]
+__all__ = ["WorkerLogs", "report_failures", "report_problem", "start_workers"]
 
 
 class WorkerLogs(LogsSpecs):

@@ -9,10 +9,12 @@
 | `topk()` | 0.009 | all but the largest 2 %, and most digits of those |
 | `dct()` | 0.012 | all but the largest 0.8 % of a matrix's frequencies |
 
-`error_feedback(codec)` makes up in later rounds for what a codec lost in this one. A new codec is one more file with a
-frozen dataclass that fulfils `Codec`, and one more line in tests/contract/test_codecs.py.
+`error_feedback(codec)` makes up in later rounds for what a codec lost in this one; `auto()` chooses among several. A
+new codec is one more file with a frozen dataclass that fulfils `Codec`, and one more line in
+tests/contract/test_codecs.py.
 """
 
+from cadenza.codecs.auto import ChoosingCodec, auto
 from cadenza.codecs.base import Codec, CombiningCodec, ShapedCodec
 from cadenza.codecs.dct import dct
 from cadenza.codecs.exponents import e3m0
@@ -22,9 +24,11 @@ from cadenza.codecs.integers import int8
 from cadenza.codecs.sparse import topk
 
 __all__ = [
+    "ChoosingCodec",
     "Codec",
     "CombiningCodec",
     "ShapedCodec",
+    "auto",
     "bf16",
     "dct",
     "e3m0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["Codec", "CombiningCodec", "ShapedCodec"]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from cadenza.codecs.base import Codec
+from cadenza.common.later import torch
 
 __all__ = ["check_decode", "check_encode"]
 

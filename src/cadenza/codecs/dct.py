@@ -8,18 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
-import torch
-
 from cadenza.codecs.base import Codec, ShapedCodec
 from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.pieces import piece_values, read
 from cadenza.common.checks import check_whole_number
+from cadenza.common.later import torch
 
 __all__ = ["dct"]
 
 _BITS = 24  # of a whole number that stands for a coefficient or for an entry of the transform
 _MOST = 1 << 20  # values in a message, as for other sparse codecs
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = float.fromhex("0x1.fffffep127")  # that float32 has
 
 
 def dct(k: int = 32, *, chunk: int = 64) -> ShapedCodec:

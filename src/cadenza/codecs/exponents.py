@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-import torch
-from torch.nn.functional import pad
-
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.native import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 from cadenza.common.checks import check_whole_number
+from cadenza.common.later import torch
 
 __all__ = ["e3m0"]
 
@@ -22,7 +20,7 @@ _GROUP = 16  # values that share a fine scale
 _FINE = 2.0**0.25  # from one fine scale to the next
 _NOTHING = 2.0**-100  # blocks whose largest magnitude is below this lose their values: 1 / it must stay finite
 _LEAST = 2.0**-64  # the smallest fine scale; the logarithm of zero would take ten times as long
-_MOST = torch.finfo(torch.float32).max
+_MOST = float.fromhex("0x1.fffffep127")  # that float32 has
 _AWAY = 2.0**-24  # keeps a number whose inverse is taken from fp32's end, where the inverse would lose its digits
 _SHIFT = 2.0**-8  # brings the largest level to exponent 7 of half precision, and what is below the smallest to 0
 _POWER = -0x800000  # the bits of an fp32 number that are its sign and its exponent
@@ -93,7 +91,7 @@ class Exponents:
         one = two = wide = halves = signs = None
         for rows, codes, fine, scale_bytes in self._pieces(values, out):
             missing = 2 * codes.shape[1] - rows.shape[1]
-            whole = pad(rows, (0, missing)) if missing else rows
+            whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
             one, two = like(one, whole), like(two, whole)
             wide = like(wide, whole, torch.int32)
             halves = like(halves, whole, torch.float16)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
-
+from cadenza.codecs.auto import ChoosingCodec
 from cadenza.codecs.base import Codec, CombiningCodec, ShapedCodec
 from cadenza.common.checks import check_share
+from cadenza.common.later import torch
 
 __all__ = ["error_feedback"]
 
@@ -35,6 +35,10 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         raise ValueError(f"error_feedback({codec.name}): {codec.name} loses nothing to feed back; use it alone.")
     if codec.feedback is not None:
         raise ValueError(f"error_feedback({codec.name}): its loss is fed back already; wrap a codec once.")
+    if isinstance(codec, ChoosingCodec):
+        raise ValueError(
+            f"error_feedback({codec.name}): what one codec lost would be lost with the next choice; use it alone."
+        )
     check_share("decay", decay, of="the loss to keep")
     kind = CombiningErrorFeedback if isinstance(codec, CombiningCodec) else ErrorFeedback
     return kind(codec, float(decay))

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.pieces import piece_values, read, writing
+from cadenza.common.later import torch
 
 __all__ = ["bf16", "fp16", "fp32"]
 
@@ -21,7 +20,7 @@ def fp32() -> Codec:
     >>> fp32().encoded_bytes(10), fp32().exact
     (40, True)
     """
-    return Floats("fp32", torch.float32)
+    return Floats("fp32")
 
 
 def bf16() -> Codec:
@@ -30,7 +29,7 @@ def bf16() -> Codec:
     >>> bf16().encoded_bytes(10), bf16().exact
     (20, False)
     """
-    return Floats("bf16", torch.bfloat16)
+    return Floats("bf16")
 
 
 def fp16() -> Codec:
@@ -41,7 +40,7 @@ def fp16() -> Codec:
     >>> codec.encode(torch.tensor([8192.3, -1e6]), data); codec.decode(data, out); out
     tensor([  8192., -65504.])
     """
-    return Floats("fp16", torch.float16)
+    return Floats("fp16")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Floats:
     """Every value as a number of one dtype, side by side; finite values stay finite."""
 
     name: str
-    dtype: torch.dtype
     sparse: ClassVar[bool] = False
     block: ClassVar[int] = 1
     feedback: ClassVar[float | None] = None
@@ -58,7 +56,11 @@ class Floats:
 
     @property
     def exact(self) -> bool:
-        return self.dtype == torch.float32
+        return self.name == "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
 
     @property
     def back(self) -> Codec:

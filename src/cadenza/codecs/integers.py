@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.native import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 from cadenza.common.checks import check_whole_number
+from cadenza.common.later import torch
 
 __all__ = ["int8"]
 

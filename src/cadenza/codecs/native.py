@@ -20,7 +20,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["compiler", "kernels", "kernels_for"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["in_pieces", "like", "piece_values", "read", "writing"]
 
@@ -47,15 +47,15 @@ def piece_values(device: torch.device) -> int:
     return _CPU_PIECE if device.type == "cpu" else _GPU_PIECE
 
 
-def like(scratch: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return scratch of the rows' shape, out of what served the rows before, which were at least as many.
+def like(scratch: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return scratch of the rows' shape (float32), out of what served the rows before, which were at least as many.
 
     >>> scratch = like(None, torch.empty(4, 2))
     >>> like(scratch, torch.empty(1, 3)).data_ptr() == scratch.data_ptr()
     True
     """
     if scratch is None:
-        return torch.empty_like(rows, dtype=dtype)
+        return torch.empty_like(rows, dtype=dtype or torch.float32)
     return scratch if scratch.shape == rows.shape else scratch.view(-1)[: rows.numel()].view(rows.shape)
 
 

@@ -6,19 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch.nn.functional import pad
-
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.pieces import in_pieces, piece_values, read
 from cadenza.common.checks import check_share, check_whole_number
+from cadenza.common.later import torch
 
 __all__ = ["topk"]
 
 _NOTHING = 2.0**-100  # levels that are nearer to each other than this are one
 _AWAY = 2.0**-24  # keeps sums, and numbers whose inverse is taken, from fp32's end
-_MOST = torch.finfo(torch.float32).max * (1 - 2.0**-7)  # rounded to bf16, low and step still have a finite sum
+# Nearly the most that float32 has: rounded to bf16, low and step still have a finite sum.
+_MOST = float.fromhex("0x1.fffffep127") * (1 - 2.0**-7)
 
 
 def topk(
@@ -190,7 +189,7 @@ def _mean_where(magnitudes: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def _pack_places(places: torch.Tensor) -> torch.Tensor:
     """Write numbers below 4096 as 12 bits each, two in three bytes."""
-    first, second = pad(places, (0, places.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
+    first, second = torch.nn.functional.pad(places, (0, places.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
     return torch.stack([first & 255, (first >> 8) | ((second & 15) << 4), second >> 4], dim=2).flatten(1)
 
 
@@ -201,7 +200,7 @@ def _unpack_places(data: torch.Tensor) -> torch.Tensor:
 
 def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Write numbers of `bits` bits side by side, the first in the lowest bits of a byte."""
-    parts = pad(codes, (0, -codes.shape[1] % (8 // bits))).unflatten(1, (-1, 8 // bits)).unbind(2)
+    parts = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (8 // bits))).unflatten(1, (-1, 8 // bits)).unbind(2)
     packed: torch.Tensor = parts[0]
     for position, part in enumerate(parts[1:], start=1):
         packed = packed | (part << (bits * position))

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from functools import cache
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["checksum", "fingerprint"]
 

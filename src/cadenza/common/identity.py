@@ -25,11 +25,11 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["identity"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def identity(piece: object, name: str = "strategy") -> list[str]:
@@ -99,7 +99,8 @@ def _is_plain(value: object) -> bool:
     """Say whether `repr` tells all of a value; so it does of groups of ranks, which may be many."""
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return all(_is_plain(item) for item in value)
-    return isinstance(value, _PLAIN) and not isinstance(value, Enum)
+    kinds = (*_PLAIN, torch.dtype, torch.device, torch.Size)
+    return isinstance(value, kinds) and not isinstance(value, Enum)
 
 
 def _attributes(value: object) -> dict[str, tuple[object, Mapping[Any, Any]]]:

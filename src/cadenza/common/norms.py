@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["difference", "distance_squared", "in_cache", "norm_squared"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
+from cadenza.common.later import dist, torch
 from cadenza.errors import NotInitializedError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "all_gather_single",
@@ -28,10 +28,11 @@ __all__ = [
     "timeout_of",
 ]
 
-_CPU = torch.device("cpu")
 
-# The newest name of the collective that gathers equal tensors into one; older torches know the other one.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+def all_gather_single(*arguments: Any, **options: Any) -> Any:
+    """Gather equal tensors into one, by the newest name of this collective; older torches know the other one."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(*arguments, **options)
 
 
 def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -129,13 +130,13 @@ def make_gloo_group(store: dist.Store, position: int, members: int, timeout_s: f
     group = dist.ProcessGroup(store, position, members)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo._set_sequence_number_for_group()
-    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of a Gloo group that are started from now on fail after so long."""
-    group._get_backend(_CPU)._set_default_timeout(timedelta(seconds=seconds))
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 
 
 def comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:

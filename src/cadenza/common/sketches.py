@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["BUCKETS", "Sketch", "spread_of"]
 

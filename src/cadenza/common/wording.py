@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["name_workers"]
+__all__ = ["count_workers", "name_workers"]
 
 
 def name_workers(workers: Collection[int]) -> str:
@@ -16,3 +16,12 @@ def name_workers(workers: Collection[int]) -> str:
     if not workers:
         return "no worker"
     return ("worker " if len(workers) == 1 else "workers ") + ", ".join(map(str, sorted(workers)))
+
+
+def count_workers(count: int) -> str:
+    """Say how many workers there are.
+
+    >>> count_workers(1), count_workers(4)
+    ('1 worker', '4 workers')
+    """
+    return f"{count} worker" + ("" if count == 1 else "s")

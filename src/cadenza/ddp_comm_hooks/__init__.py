@@ -1,1 +1,1 @@
-"""The drop-in for torch's post-local SGD hook; the other hooks of `torch.distributed.algorithms` stay torch's."""
+"""Hooks for DDP: the drop-in for torch's post-local SGD hook, and gradients in few bits; the others stay torch's."""

@@ -2,16 +2,15 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 import logging
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as torch_hook
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.common.process_groups import comm_hooks_of, resolve
+from cadenza.common.process_groups import resolve
+from cadenza.ddp_comm_hooks.first_pass import on_first_pass
 from cadenza.engine.ddp import average_bucket
 from cadenza.errors import UnsupportedModelError
 from cadenza.topology import Topology
@@ -64,7 +63,7 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
-        _watch_first_pass(self)
+        on_first_pass(self, _refuse_unsynced_first_pass)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count an iteration at the last bucket of its backward pass."""
@@ -112,27 +111,11 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> tor
     return average_bucket(bucket, state.subgroup)
 
 
-def _watch_first_pass(state: PostLocalSGDState) -> None:
-    """Explain what DDP would fail at with an internal assertion: a static graph whose first pass is under `no_sync`.
-
-    The state never sees its model before the first backward pass, which is too late, so every forward pass is looked at
-    until the first one of the model that carries this state.
-    """
-    watched = weakref.ref(state)
-
-    def look(module: torch.nn.Module, inputs: object) -> None:
-        state = watched()
-        if state is None:
-            handle.remove()
-        elif isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
-            if not any(state is registered for _, registered in comm_hooks_of(module)):
-                return
-            handle.remove()
-            if module.static_graph and not module.require_backward_grad_sync:
-                raise UnsupportedModelError(
-                    "With static_graph=True, DistributedDataParallel needs its first backward pass outside no_sync(): "
-                    "it records the graph there, and fails with an assertion otherwise. Run the first iteration "
-                    "without gradient accumulation, or build the model with static_graph=False."
-                )
-
-    handle = register_module_forward_pre_hook(look)
+def _refuse_unsynced_first_pass(_: object, ddp: DistributedDataParallel) -> None:
+    """Explain what DDP would fail at with an internal assertion: a static graph whose first pass is under `no_sync`."""
+    if ddp.static_graph and not ddp.require_backward_grad_sync:
+        raise UnsupportedModelError(
+            "With static_graph=True, DistributedDataParallel needs its first backward pass outside no_sync(): "
+            "it records the graph there, and fails with an assertion otherwise. Run the first iteration "
+            "without gradient accumulation, or build the model with static_graph=False."
+        )

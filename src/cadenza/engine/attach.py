@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from cadenza.common.identity import identity
 from cadenza.common.process_groups import resolve
+from cadenza.engine.attached import refuse_second, remember
+from cadenza.engine.foreign import refuse_torchft
 from cadenza.engine.model_view import ModelView
+from cadenza.engine.optimizers import plain_optimizers
 from cadenza.engine.preflight import compare
 from cadenza.engine.surprises import warn_of_surprises
 from cadenza.engine.synchronizer import Synchronizer
@@ -18,13 +21,19 @@ from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
 from cadenza.participants.fixed import FixedParticipants
 from cadenza.participants.membership import Membership, join
-from cadenza.strategy import Strategy
+from cadenza.strategy import Strategy, check_is_strategy
 from cadenza.topology import Topology
 from cadenza.transports.c10d_group import C10dGroup
 from cadenza.transports.group import Group, current_group
 from cadenza.version import __version__
 
 __all__ = ["attach"]
+
+_MEND = "Give every rank the same model, strategy and version"
+_STAGES = (
+    "; if ranks hold different stages of a pipeline, let only those compare that hold the same one: pass "
+    'process_group=mesh["dp"].get_group(), the group of the dimension that the topology was made of, beside topology=…'
+)
 
 
 def attach(
@@ -45,7 +54,7 @@ def attach(
 
     Args:
         model: The model, also wrapped in DistributedDataParallel, sharded by FSDP2, or compiled.
-        optimizer: The inner optimizer, or several.
+        optimizer: The inner optimizer, or several, also in a wrapper that has it as `.optimizer`.
         strategy: What to do, for instance `cadenza.diloco()`.
         observers: What gets a `RoundReport` for every round.
         topology: With whom, if the strategy's own `groups` do not say it: one level for each of the strategy's.
@@ -68,19 +77,18 @@ def attach(
     >>> sync.finish()
     >>> dist.destroy_process_group()
     """
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(strategy).__name__}."
-        )
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    view = ModelView(model, optimizers)
+    check_is_strategy(strategy)
+    view = ModelView(model, plain_optimizers(optimizer))
+    refuse_second(view)
     warn_of_surprises(view, strategy)
     participants = (
         _elastic(view, strategy, membership, given={"topology": topology, "process_group": process_group})
         if strategy.faults.tolerant
         else _fixed(view, strategy, membership, topology=topology, process_group=process_group)
     )
-    return Synchronizer(view, strategy, participants, observers=observers, auto=auto, scaler=scaler)
+    sync = Synchronizer(view, strategy, participants, observers=observers, auto=auto, scaler=scaler)
+    remember(sync)
+    return sync
 
 
 def _fixed(
@@ -95,8 +103,11 @@ def _fixed(
         raise ValueError(
             "membership belongs to faults=skip_round() or shrink(); this strategy raises at the first fault."
         )
+    for made_by in (process_group, *(ddp.process_group for ddp in view.ddps)):
+        refuse_torchft(made_by)
     group = _group(process_group)
-    compare(group, terms=_terms(strategy), model=view.describe())
+    mend = _MEND if topology is None or topology.levels[-1].ranks >= set(group.ranks) else _MEND + _STAGES
+    compare(group, terms=_terms(strategy), model=view.describe(), mend=mend)
     view.refuse_what_cannot_work(strategy)
     view.refuse_ddp_elsewhere(group.ranks)
     return FixedParticipants(strategy, group, topology)

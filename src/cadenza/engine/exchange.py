@@ -22,6 +22,7 @@ from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, spar
 from cadenza.engine.tally import Tally
 from cadenza.errors import CadenzaError, TransportError
 from cadenza.transports import Lane, Transport
+from cadenza.transports.base import bytes_of
 
 _SAMPLE = 1 << 16  # values by which it is told what encoding loses of all
 _WINDOW = 1 << 10  # neighbours among them: few enough that every layer of a large model has some
@@ -93,6 +94,34 @@ class Residual:
         for (start, row), part in zip(rows, self.share.split([row for _, row in rows]), strict=True):
             put(found, start + transport.position * row, part)
         return found
+
+    def gather_shares(self, transport: Transport, codec: Codec) -> torch.Tensor:
+        """Return what was lost of the mean of every member's share, where it lies; all members call this."""
+        found, longest = torch.zeros_like(self.own), transport.row_bytes(self.own.device) // 4
+        rows = list(rows_of(self.own, transport, codec))
+        parts = [
+            (start + at, row, part)
+            for (start, row), share in zip(rows, self.share.split([row for _, row in rows]), strict=True)
+            for at, part in zip(range(0, row, longest), share.split(longest), strict=True)
+        ]
+
+        def send(item: int, lane: Lane) -> None:
+            part = bytes_of(parts[item][2])
+            lane.gather(part.numel()).copy_(part)
+            lane.launch_gather()
+
+        def receive(item: int, lane: Lane) -> None:
+            start, row, _ = parts[item]
+            for member, part in enumerate(lane.gathered()):
+                put(found, start + member * row, part.view(torch.float32))
+
+        pipeline(in_turn(len(parts), transport, found.device), send, receive)
+        return found
+
+    def take_share(self, whole: torch.Tensor, transport: Transport, codec: Codec) -> None:
+        """Take this member's share out of what `gather_shares` gave."""
+        rows = rows_of(self.own, transport, codec)
+        self.share.copy_(torch.cat([padded(whole, start + transport.position * row, row) for start, row in rows]))
 
     def clear(self) -> None:
         """Forget what was lost."""

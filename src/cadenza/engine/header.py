@@ -12,12 +12,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cadenza.common.messages import HEADER_BYTES
 from cadenza.errors import DisagreementError
 
 __all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
-HEADER_BYTES = 72
-_LAYOUT = struct.Struct("<4s????q16sdddIIQ")
+_LAYOUT = struct.Struct("<4s????q16sdddIIQdd")
 _MAGIC = b"CDZ1"
 
 
@@ -27,7 +27,8 @@ class Header:
 
     `lr_mark` tells apart members whose inner learning rates differ, where the outer update uses them. `anchor` is the
     checksum of the anchor from which its differences are taken, where that must be the same bits on all members, and 0
-    elsewhere.
+    elsewhere. `step_s` and `stall_s` are what a member has measured of its steps and of its last round, where a
+    schedule or a codec follows them.
 
     >>> header = Header(step=7, digest=bytes(16), able=True, weight=2.0)
     >>> Header.unpack(header.pack()) == header
@@ -46,6 +47,8 @@ class Header:
     faulty: bool = False
     lr_mark: int = 0
     anchor: int = 0
+    step_s: float = 0.0
+    stall_s: float = 0.0
 
     @property
     def intent(self) -> tuple[int, bytes, bool, bool]:
@@ -67,6 +70,8 @@ class Header:
             self.steps,
             self.lr_mark,
             self.anchor,
+            self.step_s,
+            self.stall_s,
         )
 
     @classmethod
@@ -77,8 +82,8 @@ class Header:
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        weight, norm2, speed, steps, lr_mark, anchor = figures
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark, anchor)
+        weight, norm2, speed, steps, lr_mark, anchor, *times = figures
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark, anchor, *times)
 
 
 def mark(digest: bytes, level: int, fragment: int) -> bytes:

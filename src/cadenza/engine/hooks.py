@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from cadenza.errors import CadenzaError
+
 __all__ = ["hook_optimizer", "hook_scaler"]
 
 
@@ -21,16 +23,50 @@ def hook_optimizer(
     Returns what undoes it.
     """
     undo: list[Callable[[], None]] = [optimizers[-1].register_step_post_hook(lambda *_: tick()).remove]
-    for optimizer in optimizers if average_gradients is not None else ():
-        undo.append(optimizer.register_step_pre_hook(partial(_average_its_gradients, average_gradients)).remove)
+    if average_gradients is not None:
+        hook = partial(_average_its_gradients, average_gradients)
+        undo += [optimizer.register_step_pre_hook(hook).remove for optimizer in optimizers]
     return undo
 
 
 def _average_its_gradients(
-    average: Callable[[list[torch.Tensor]], None] | None, optimizer: torch.optim.Optimizer, *_: object
-) -> None:
-    if average is not None:
+    average: Callable[[list[torch.Tensor]], None],
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Average before the update: now, or after the closure, in which gradients are only made."""
+
+    def now() -> None:
         average([parameter for group in optimizer.param_groups for parameter in group["params"]])
+
+    given = len(args) > 1  # the first is the optimizer itself
+    closure = args[1] if given else options.get("closure")
+    if closure is None:
+        now()
+        return None
+    averaging = _then(closure, now)
+    return ((args[0], averaging, *args[2:]), options) if given else (args, {**options, "closure": averaging})
+
+
+def _then(closure: Callable[[], Any], average: Callable[[], None]) -> Callable[[], Any]:
+    """Return a closure whose gradients are averaged, in the one call of it that a step may make."""
+    calls = 0
+
+    def averaging() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise CadenzaError(
+                "The optimizer evaluates its closure more than once in a step, as LBFGS does, and each rank decides by "
+                "its own loss how often, so ranks would wait for each other for ever in a warm-up. Use warmup_steps=0, "
+                "an optimizer that evaluates it once, or DistributedDataParallel and auto=False."
+            )
+        loss = closure()
+        average()
+        return loss
+
+    return averaging
 
 
 def hook_scaler(scaler: torch.amp.GradScaler, tick: Callable[[], None]) -> Callable[[], None]:

@@ -49,6 +49,7 @@ class Landing:
             self._replica.spare.give_back(used)
         self._participants.commit(pending.id, result.wire_s)
         pending.stall_s += time.perf_counter() - started
+        self._state.pace.note_stall(pending.level, pending.fragment, pending.stall_s)
         self._reporter.landed(pending, result, group, self._state.clock)
         return pending.drift
 
@@ -93,6 +94,8 @@ class Landing:
         number, fragment, state = pending.level, pending.fragment, self._state
         level_state = self._replica.level_state(number, fragment)
         level_state.note_round(result.headers)
+        level_state.learn_times(result.headers)
+        pending.decision = level_state.decision
         level_state.weighting_state = dict(result.weighed.state)
         if group.plan.regroups:
             level_state.fold_shares()

@@ -9,18 +9,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
-from cadenza.codecs import Codec, ShapedCodec
+from cadenza.codecs import ChoosingCodec, Codec, ShapedCodec
 from cadenza.common.checksums import checksum
 from cadenza.engine.exchange import Residual
 from cadenza.engine.header import Header
 from cadenza.engine.layout import Layout
 from cadenza.engine.staged_exchange import spread_part, stage_part
 from cadenza.participants.level_group import LevelGroup
-from cadenza.schedules import Schedule
+from cadenza.schedules import Schedule, TimedSchedule
 from cadenza.strategy import LevelPlan
 from cadenza.transports import Transport
 from cadenza.weighting import Weighting
@@ -72,6 +73,8 @@ class LevelState:
         schedule_state: What the schedule remembers.
         weighting_state: What the weighting remembers.
         rounds: How many rounds have landed.
+        choice: Which of its codecs the level writes in, where it has several.
+        decision: What the last round has changed of period and codec, and why.
         anchors: What all members started from, flat.
         outer_states: What the outer update remembers, flat.
         residuals: What encoding has lost so far, where it is fed back.
@@ -86,6 +89,8 @@ class LevelState:
         self.schedule_state = schedule.start()
         self.weighting_state = weighting.start()
         self.rounds = 0
+        self.choice = 0
+        self.decision = ""
         self.anchors: list[torch.Tensor] = []
         self.outer_states: list[dict[str, torch.Tensor]] = []
         self.residuals: list[Residual] | None = None
@@ -174,10 +179,43 @@ class LevelState:
         self.carried = None
 
     def _codec(self, layout: Layout, strip: int) -> Codec:
-        codec = self.plan.codec
+        codec = self.codec
         return cast(ShapedCodec, codec).for_shapes(layout.shapes(strip)) if codec.shaped else codec
 
+    @property
+    def codec(self) -> Codec:
+        """How the level writes now."""
+        codec = self.plan.codec
+        return codec.choices[self.choice] if isinstance(codec, ChoosingCodec) else codec
+
     # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def learn_times(self, headers: Sequence[Header]) -> None:
+        """Let codec and schedule follow what the members have measured; all of them have the same headers.
+
+        The slowest step counts, and the shortest stall: that of whoever waited for nobody.
+        """
+        step_s, stall_s = max(h.step_s for h in headers), min(h.stall_s for h in headers)
+        told: list[str] = []
+        if step_s > 0 and stall_s > 0:
+            timed, codec = self.schedule, self.plan.codec
+            if isinstance(codec, ChoosingCodec) and self.rounds > 2:  # the first rounds make connections
+                period = timed.comfortable if isinstance(timed, TimedSchedule) else timed.shortest_gap
+                before, after = self.choice, codec.choose(self.choice, step_s, stall_s, period)
+                told.append(codec.explain(before, after, step_s, stall_s, period))
+                self._take_choice(after)
+                stall_s = codec.stall_with(after, before, stall_s)
+            if isinstance(timed, TimedSchedule):
+                then, self.schedule_state = self.schedule_state, timed.learn(self.schedule_state, step_s, stall_s)
+                told.append(timed.explain(then, self.schedule_state))
+        self.decision = "; ".join(text for text in told if text)
+
+    def _take_choice(self, choice: int) -> None:
+        """Write in one of several codecs from now on."""
+        if choice != self.choice:
+            self.choice = choice
+            layout = self._layout
+            self.codecs = [] if layout is None else [self._codec(layout, i) for i in range(len(layout.strips))]
 
     def count_round(self, n: int, drift: float | None) -> None:
         """Move the schedule on past a round at step `n`; what it was before stays known until the drift is."""
@@ -216,7 +254,8 @@ class LevelState:
     def note_round(self, headers: Sequence[Header]) -> None:
         """Count a round that has landed."""
         self.rounds += 1
-        told = b"".join(header.pack() for header in headers)
+        # Times are the machine's; what was averaged is the same without them.
+        told = b"".join(replace(header, step_s=0.0, stall_s=0.0).pack() for header in headers)
         self._history = hashlib.blake2b(self._history.encode() + told, digest_size=8).hexdigest()
 
     def progress(self, layout: Layout) -> list[torch.Tensor]:
@@ -261,13 +300,20 @@ class LevelState:
 
     def facts(self) -> dict[str, Any]:
         """Return what is remembered besides tensors, as JSON can hold it."""
-        facts = {"schedule": self.schedule_state, "weighting": self.weighting_state, "rounds": self.rounds}
+        facts: dict[str, Any] = {
+            "schedule": self.schedule_state,
+            "weighting": self.weighting_state,
+            "rounds": self.rounds,
+        }
+        if isinstance(self.plan.codec, ChoosingCodec):
+            facts["choice"] = self.choice
         return {**facts, "history": self._history or f"{checksum(*self.anchors):x}"}
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Take what `facts` gave."""
         self.schedule_state, self.weighting_state = dict(facts["schedule"]), dict(facts["weighting"])
         self.rounds, self._history = facts["rounds"], facts["history"]
+        self._take_choice(facts.get("choice", 0))
 
     def shared_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is the same on all members, by key: anchors and outer state."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.engine.ddp import covers
+from cadenza.engine.ddp import covers, find_ddps_around
+from cadenza.engine.foreign import refuse_deepspeed
 from cadenza.errors import UnsupportedModelError
 from cadenza.strategy import Buffers, Strategy
 
@@ -32,18 +32,23 @@ class ModelView:
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"A torch.optim.Optimizer is required; got {type(optimizer).__name__}.")
+        refuse_deepspeed(model, optimizers)
         self.model = model
         self.optimizers = optimizers
-        self.ddp: DistributedDataParallel | None = None
+        found = {name: m for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)}
+        self.ddps = list(found.values())
+        self._ddp_prefixes = [f"{name}.module." if name else "module." for name in reversed(found)]
         self._taking_part: set[str] = set()
-        self._prefix = ""
         inner = model
         while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-            wrapper = "module" if isinstance(inner, DistributedDataParallel) else "_orig_mod"
-            self.ddp = inner if isinstance(inner, DistributedDataParallel) else self.ddp
-            self._prefix += f"{wrapper}."
-            inner = getattr(inner, wrapper)
+            inner = getattr(inner, "module" if isinstance(inner, DistributedDataParallel) else "_orig_mod")
         self.inner: torch.nn.Module = inner
+
+    @property
+    def by_ddp(self) -> bool:
+        """Whether everything that is trained belongs to a DistributedDataParallel, around the model or inside it."""
+        own = {id(parameter) for ddp in self.ddps for parameter in ddp.module.parameters()}
+        return bool(own) and all(id(parameter) in own for parameter in self.parameters().values())
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that take part, by their own names, ties once."""
@@ -160,7 +165,9 @@ class ModelView:
 
     def _plain(self, name: str) -> str:
         """Return a tensor's own name, without what wrappers put into it."""
-        name = name.removeprefix(self._prefix)
+        for prefix in self._ddp_prefixes:  # the innermost first
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
         for wrapper in _WRAPPERS:
             name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
         return name
@@ -192,10 +199,10 @@ class ModelView:
                     f"Parameter {name} is sharded, and clipping needs the norm of the whole difference, which no rank "
                     "has: use an outer update without clip."
                 )
-            if mesh is not None and any(level.schedule.uses_drift for level in strategy.levels):
+            if mesh is not None and any(level.follows for level in strategy.levels):
                 raise UnsupportedModelError(
-                    f"Parameter {name} is sharded, and every shard has a drift of its own, so their periods would "
-                    "differ: use a schedule that does not follow the drift."
+                    f"Parameter {name} is sharded, and every shard has a drift of its own, and times, so their "
+                    'periods would differ: use a schedule that does not follow the drift or times, and no codec="auto".'
                 )
         self._refuse_strange_optimizers()
 
@@ -212,19 +219,20 @@ class ModelView:
 
     def refuse_ddp_elsewhere(self, ranks: Collection[int]) -> None:
         """Raise if a DistributedDataParallel that `attach` was not given averages this model's gradients over all."""
-        for ddp in _ddps_over(self.inner) if len(ranks) > 1 else ():
-            if ddp is not self.ddp and covers(ddp, ranks):
+        for ddp in find_ddps_around(self.inner) if len(ranks) > 1 else ():
+            if ddp not in self.ddps and ddp.require_backward_grad_sync and covers(ddp, ranks):
                 raise UnsupportedModelError(
                     "This model's parameters belong to a DistributedDataParallel as well, which would average their "
                     f"gradients over all {len(ranks)} ranks in every step: nothing would be saved. Pass the "
                     "DistributedDataParallel itself to attach(), which then falls silent, or train the bare module "
-                    "without one."
+                    "without one. Where a framework makes it (accelerator.prepare(), Trainer, fabric.setup()), attach "
+                    "what that gave back, afterwards; cadenza.integrations does it for you."
                 )
 
     def _refuse_what_cannot_shrink(self, strategy: Strategy) -> None:
         """Raise if the model is one copy on several ranks, or where groups that come and go cannot reach it."""
         policy = strategy.faults.name
-        if self.ddp is not None:
+        if self.ddps:
             raise UnsupportedModelError(
                 f"Under {policy} the model is not wrapped in DistributedDataParallel, whose group ends with its first "
                 "dead rank: pass the module itself."
@@ -240,35 +248,6 @@ class ModelView:
                     f"Parameter {name} is on {parameter.device}, and groups that come and go are made by Gloo on the "
                     "CPU: use offload=True, which does the rounds there."
                 )
-
-
-def _ddps_over(module: torch.nn.Module) -> Iterator[DistributedDataParallel]:
-    """Yield each DistributedDataParallel in or around a module, at whatever distance."""
-    yield from (inside for inside in module.modules() if isinstance(inside, DistributedDataParallel))
-    seen, waiting = {id(module)}, [module]
-    while waiting:
-        for parent in _parents(waiting.pop()):
-            if id(parent) not in seen:
-                seen.add(id(parent))
-                waiting.append(parent)
-                if isinstance(parent, DistributedDataParallel):
-                    yield parent
-
-
-def _parents(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules of which this one is a part: a module does not know them, but the garbage collector does."""
-    for held in gc.get_referrers(module):
-        if type(held) is dict and any(value is module for value in held.values()):
-            yield from (owner for owner in _owners(held) if isinstance(owner, torch.nn.Module))
-
-
-def _owners(held: dict[str, object]) -> Iterator[object]:
-    """Yield the objects of which a dict is an attribute, whether or not they have a dict of their own."""
-    for referrer in gc.get_referrers(held):
-        if type(referrer) is dict:
-            yield from (owner for owner in gc.get_referrers(referrer) if getattr(owner, "__dict__", None) is referrer)
-        else:
-            yield referrer
 
 
 def _has_no_mean(value: object) -> bool:

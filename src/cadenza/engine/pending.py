@@ -38,6 +38,8 @@ class PendingRound:
         stall_s: For how long the training loop has stood still for it.
         drift: How far the workers had moved apart, once that is known and if it is measured.
         own_left_out: Whether this worker's contribution was left out, so that it starts anew from the anchor.
+        codec: What the values were written in, if it is not what the level always writes in.
+        decision: What it has changed of period and codec, and why.
         outcome: The result, once it is there.
     """
 
@@ -56,6 +58,8 @@ class PendingRound:
     stall_s: float = 0.0
     drift: float | None = None
     own_left_out: bool = False
+    codec: str = ""
+    decision: str = ""
     outcome: Future[RoundResult | FailedRound] = field(default_factory=Future)
 
     @property
@@ -114,6 +118,7 @@ class PendingRound:
             "stall_s": self.stall_s,
             "drift": self.drift,
             "own_left_out": self.own_left_out,
+            "codec": self.codec,
             "kept": [kind for kind, flats in self._flats().items() if flats],
             "result": result.facts(),
         }
@@ -144,6 +149,7 @@ class PendingRound:
             stall_s=facts["stall_s"],
             drift=facts["drift"],
             own_left_out=facts["own_left_out"],
+            codec=facts.get("codec", ""),
         )
         pending.outcome.set_result(RoundResult.from_facts(facts["result"]))
         return pending

@@ -19,8 +19,11 @@ from cadenza.transports.group import Group
 __all__ = ["compare"]
 
 
-def compare(group: Group, *, terms: Sequence[str], model: Sequence[str]) -> None:
-    """Compare the terms (strategy, version) and the model's description over a group; raise on every rank alike."""
+def compare(group: Group, *, terms: Sequence[str], model: Sequence[str], mend: str) -> None:
+    """Compare the terms (strategy, version) and the model's description over a group; raise on every rank alike.
+
+    `mend` is how to mend a difference.
+    """
     store, rank = group.store, group.rank
     key = f"cadenza/preflight/{store.add(f'cadenza/visits/{rank}', 1)}"  # counted by rank and group, so all agree
     mine = json.dumps([list(terms), list(model)])
@@ -36,5 +39,5 @@ def compare(group: Group, *, terms: Sequence[str], model: Sequence[str]) -> None
         stances = {other: Stance(0, None, part[first : first + 1] or ["no more"]) for other, part in parts.items()}
     else:
         stances = {other: Stance(0, None, text[1]) for other, text in texts.items()}
-    told = disagreement(stances, what="what to train", mend="Give every rank the same model, strategy and version")
+    told = disagreement(stances, what="what to train", mend=mend)
     raise DisagreementError(f"{told} No parameter was changed.")

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from cadenza.common.messages import unit_of
 from cadenza.engine.assignment import assign
 from cadenza.engine.balance import Balance
 from cadenza.engine.collectives import average_tensors, take_from_first
-from cadenza.engine.cutting import unit_of
 from cadenza.engine.layout import Layout, SpareMemory
 from cadenza.engine.level_state import LevelState
 from cadenza.engine.model_view import ModelView, named
+from cadenza.engine.pacing import Pace
 from cadenza.engine.place import Place
 from cadenza.engine.rewrites import ModelRewrites
 from cadenza.engine.run_state import RunState
@@ -38,7 +39,7 @@ class Replica:
 
     def __init__(self, view: ModelView, strategy: Strategy, participants: Participants) -> None:
         self.view, self.strategy, self.participants = view, strategy, participants
-        self.state = RunState(Balance(strategy))
+        self.state = RunState(Balance(strategy), Pace(strategy))
         self.spare = SpareMemory()
         self.weighting = strategy.weighting
         self.rewrites = ModelRewrites(view.inner)

@@ -20,15 +20,14 @@ __all__ = ["Reporter"]
 
 _logger = logging.getLogger("cadenza")
 
-_ROUNDS_WITHOUT_DRIFT = 3
-
 
 class Reporter:
     """Tells observers of rounds, landed or failed."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
-        self._without_drift = 0  # rounds in a row
+        self._looks_at_drift = True
+        self._last: dict[int, int] = {}  # at which step each fragment's last round has landed
 
     def landed(self, pending: PendingRound, result: RoundResult, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has landed."""
@@ -37,7 +36,7 @@ class Reporter:
             workers = name_workers(result.left_out)
             reason = f"the contribution of {workers} was left out: not finite, or far larger than the others'"
             _logger.warning("Worker %d: %s", result.members[result.position], reason)
-        self._look_at_drift(pending, result)
+        self._look_at_drift(pending, result, clock)
         self._tell(
             pending,
             group,
@@ -50,19 +49,19 @@ class Reporter:
             reason=reason,
         )
 
-    def _look_at_drift(self, pending: PendingRound, result: RoundResult) -> None:
-        """Warn, once, of workers that never move apart: then there is nothing for rounds to do."""
-        if pending.drift is None or len(result.members) == 1 or result.weightless or self._without_drift < 0:
+    def _look_at_drift(self, pending: PendingRound, result: RoundResult, clock: int) -> None:
+        """Warn, once, of workers that have not moved apart: then there is nothing for rounds to do."""
+        last, self._last[pending.fragment] = self._last.get(pending.fragment), clock
+        alone = sum(weight > 0 for weight in result.weights) < 2  # others have only caught up
+        if not self._looks_at_drift or pending.drift != 0 or alone or result.weightless or pending.step == last:
             return
-        self._without_drift = self._without_drift + 1 if pending.drift == 0 else 0
-        if self._without_drift == _ROUNDS_WITHOUT_DRIFT:
-            self._without_drift = -1
-            _logger.warning(
-                "The workers held exactly the same values at the last %d rounds. Does something else average them in "
-                "every step, such as a DistributedDataParallel around the module that was attached, or do all train on "
-                "the same data? Then rounds cost time and change nothing.",
-                _ROUNDS_WITHOUT_DRIFT,
-            )
+        self._looks_at_drift = False
+        _logger.warning(
+            "The workers held exactly the same values at the round of step %d. Does something else average them in "
+            "every step, such as a DistributedDataParallel made by a framework after attach(), do all train on the "
+            "same data, or is the learning rate 0? Then rounds cost time and change nothing.",
+            pending.step,
+        )
 
     def failed(self, pending: PendingRound, failed: FailedRound, group: LevelGroup, clock: int) -> None:
         """Tell of a round that has failed, and changed nothing."""
@@ -90,7 +89,8 @@ class Reporter:
             raw_bytes=done.raw_bytes,
             stall_s=pending.stall_s,
             delay=clock - pending.step,
-            codec=group.plan.codec.name,
+            codec=pending.codec or group.plan.codec.name,
+            decision=pending.decision,
             codec_error=math.sqrt(done.error2 / done.norm2) if done.norm2 else None,
             **{"wire_s": 0.0, "drift": None, **figures},
         )

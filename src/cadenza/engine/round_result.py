@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cadenza.engine.exchange import Exchanged
-from cadenza.engine.header import Header
+from cadenza.engine.header import HEADER_BYTES, Header
 from cadenza.engine.measuring import Measured
 from cadenza.weighting import Weighed
 
@@ -77,7 +77,7 @@ class RoundResult:
         """Return what `facts` told."""
         shares, left_out, state = facts["weighed"]
         return cls(
-            [Header.unpack(bytes.fromhex(header)) for header in facts["headers"]],
+            [Header.unpack(bytes.fromhex(header).ljust(HEADER_BYTES, b"\0")) for header in facts["headers"]],
             Weighed(tuple(shares), frozenset(left_out), state),
             facts["weights"],
             Exchanged(**facts["exchanged"]),

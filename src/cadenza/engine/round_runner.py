@@ -213,6 +213,7 @@ class RoundRunner:
             restarts=restarts,
             inner_lrs=self._replica.view.inner_lrs(),
             samples=self._state.counts.samples,
+            codec=state.codec.name,
         )
         weight, problem = self._weight(number, fragment)
         problem = problem or self._problem(group, layout)
@@ -261,6 +262,7 @@ class RoundRunner:
         self._landing.bring_up_to_date(pending, layout, result, group)
         pending.drift = result.measured.drift if spread else None
         pending.stall_s = time.perf_counter() - started
+        self._state.pace.note_stall(number, fragment, pending.stall_s)
         self._reporter.landed(pending, result, group, self._state.clock)
         return pending.drift
 
@@ -272,6 +274,7 @@ class RoundRunner:
 
     def _header(self, layout: Layout, level: int, fragment: int, weight: float) -> Header:
         balance = self._state.balance
+        step_s, stall_s = self._state.pace.measured(level, fragment)
         return Header(
             self._state.moment,
             mark(layout.fragment.digest, level, fragment),
@@ -280,6 +283,8 @@ class RoundRunner:
             weight=weight,
             speed=balance.speed(),
             steps=balance.steps,
+            step_s=step_s,
+            stall_s=stall_s,
         )
 
     def _problem(self, group: LevelGroup, layout: Layout) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cadenza.engine.balance import Balance
 from cadenza.engine.level_state import LevelState
+from cadenza.engine.pacing import Pace
 from cadenza.engine.pending import PendingRound
 from cadenza.engine.round_result import RoundResult
 
@@ -74,6 +75,7 @@ class RunState:
 
     Attributes:
         balance: How many local steps this worker takes in a period.
+        pace: What it has measured of its steps and rounds, where something follows that.
         clock: How many steps were counted, warm-up included.
         levels: What each level remembers of each fragment.
         pending: The round in flight of each fragment.
@@ -86,6 +88,7 @@ class RunState:
     """
 
     balance: Balance
+    pace: Pace
     clock: int = 0
     levels: dict[tuple[int, int], LevelState] = field(default_factory=dict)
     pending: dict[int, PendingRound] = field(default_factory=dict)
@@ -113,7 +116,12 @@ class RunState:
 
     def facts(self) -> dict[str, Any]:
         """Return what is this worker's own besides tensors and rounds in flight, as JSON can hold it."""
-        return {"clock": self.clock, "counts": self.counts.facts(), "balance": self.balance.facts()}
+        return {
+            "clock": self.clock,
+            "counts": self.counts.facts(),
+            "balance": self.balance.facts(),
+            "pace": self.pace.facts(),
+        }
 
     def set_facts(self, facts: Mapping[str, Any], *, own: bool) -> None:
         """Take what `facts` told; `own` says whether it was this worker's, whose data ran out or did not."""
@@ -123,3 +131,4 @@ class RunState:
             self.counts.exhausted = self.counts.all_exhausted = False
         self.gradients_averaged = False
         self.balance.set_facts(facts["balance"])
+        self.pace.set_facts(facts.get("pace", {}) if own else {})

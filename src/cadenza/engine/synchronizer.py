@@ -93,6 +93,11 @@ class Synchronizer:
         return self._state.clock
 
     @property
+    def closed(self) -> bool:
+        """Whether it is finished, or was closed."""
+        return not self._open
+
+    @property
     def observers(self) -> list[Observer]:
         """What gets a `RoundReport` for every round; add to it, or take from it, at any time."""
         return self._reporter.observers
@@ -124,6 +129,13 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
+        self._state.pace.enter()
+        try:
+            self._step(samples)
+        finally:
+            self._state.pace.leave()
+
+    def _step(self, samples: float | None) -> None:
         self._check_values()
         counts = self._state.counts
         if samples is None and self.strategy.weighting.needs_samples and not counts.exhausted:
@@ -138,6 +150,8 @@ class Synchronizer:
             return
         if not self._warm_up.count_step():
             return
+        if self._state.clock == self.strategy.warmup_steps + 1 and self._participants.always_together:
+            self.replica.view.refuse_ddp_elsewhere(self.members)  # it may have been made since attach()
         self._rounds.land_due()
         n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps, idle=counts.exhausted)
         if n is not None:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 
 from cadenza.engine.collectives import average_tensors, differing
-from cadenza.engine.ddp import covers, fall_silent, widen
+from cadenza.engine.ddp import covers, fall_silent, speak, widen
 from cadenza.engine.header import Header
 from cadenza.engine.opening import open_round
 from cadenza.engine.replica import Replica
@@ -39,22 +39,25 @@ class WarmUp:
     @property
     def by_ddp(self) -> bool:
         """Whether DDP averages the gradients, so that nobody has to ask for it."""
-        return self._replica.view.ddp is not None
+        return self._replica.view.by_ddp
 
     def begin(self) -> None:
         """Make gradients be averaged over all, or go over to local steps at once."""
-        ddp, outermost = self._replica.view.ddp, self._replica.participants.levels[-1]
+        outermost = self._replica.participants.levels[-1]
         if not self._steps:
             self.end()
-        elif ddp is not None and not covers(ddp, outermost.transport.members):
-            widen(ddp, process_group_of(outermost.transport), while_true=lambda: not self.over)
+            return
+        for ddp in self._replica.view.ddps:
+            speak(ddp)
+            if not covers(ddp, outermost.transport.members):
+                widen(ddp, process_group_of(outermost.transport), while_true=lambda: not self.over)
 
     def average_gradients(self, of: Collection[torch.Tensor] | None = None) -> None:
         """Average the gradients over all workers, unless DDP has done it or this is a local step.
 
         `of` are the parameters whose gradients are averaged; all of them by default.
         """
-        if self.by_ddp or (self.over and not self._always):
+        if (self.over and not self._always) or self.by_ddp:
             return
         replica = self._replica
         chosen = None if of is None else {id(parameter) for parameter in of}
@@ -85,9 +88,10 @@ class WarmUp:
 
     def end(self) -> None:
         """Go over to local steps: DDP over all ranks falls silent, anchors are taken."""
-        ddp, outermost = self._replica.view.ddp, self._replica.participants.levels[-1]
-        if ddp is not None and not self._always and covers(ddp, outermost.transport.members):
-            fall_silent(ddp)
+        members = self._replica.participants.levels[-1].transport.members
+        for ddp in self._replica.view.ddps:
+            if not self._always and covers(ddp, members):
+                fall_silent(ddp)
         if self._steps:
             self._start_alike()
         self._replica.know_all()
@@ -130,11 +134,11 @@ class WarmUp:
 
 def resume_gradient_averaging(replica: Replica) -> None:
     """Let DDP be as it has to be at the clock's step, after a state was restored."""
-    ddp = replica.view.ddp
     members = replica.participants.levels[-1].transport.members
-    if ddp is None or replica.strategy.average_gradients or not covers(ddp, members):
-        return
-    if replica.state.clock < replica.strategy.warmup_steps:
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-    else:
-        fall_silent(ddp)
+    for ddp in replica.view.ddps:
+        if replica.strategy.average_gradients or not covers(ddp, members):
+            continue
+        if replica.state.clock < replica.strategy.warmup_steps:
+            speak(ddp)
+        else:
+            fall_silent(ddp)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias
 
-import torch
+from cadenza.common.later import torch
 
 __all__ = ["Outer", "State"]
 
-State: TypeAlias = dict[str, torch.Tensor]
+State: TypeAlias = "dict[str, torch.Tensor]"
 
 
 class Outer(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from cadenza.common.checks import as_fraction, as_positive
+from cadenza.common.later import torch
 from cadenza.common.norms import in_cache
 from cadenza.outer.base import State
 from cadenza.outer.sgd import Sgd

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from cadenza.common.later import torch
 from cadenza.outer.base import State
 
 __all__ = ["Mean", "mean"]

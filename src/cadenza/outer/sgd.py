@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import ClassVar
 
-import torch
-
 from cadenza.common.checks import as_fraction, as_positive
+from cadenza.common.later import torch
 from cadenza.common.norms import in_cache
 from cadenza.outer.base import State
 from cadenza.outer.factors import PROBED_ROUNDS, Factor, checked_clip, checked_factor, factor_after

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
 from cadenza.common.checks import as_positive
+from cadenza.common.later import torch
 from cadenza.outer.base import State
 from cadenza.outer.factors import PROBED_ROUNDS, Factor, checked_clip, checked_factor, factor_after
 

@@ -18,8 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import TypeVar
 
-import torch.distributed as dist
-
+from cadenza.common.later import dist
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
 from cadenza.participants.name_lookup import limit_name_lookups
 from cadenza.participants.signed_store import SignedStore

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from cadenza.common.checks import as_number, as_steps
-from cadenza.schedules.base import State, first_turn, refuse_staggering_twice
+from cadenza.schedules.base import NextRound, State, first_turn, refuse_staggering_twice
 
 __all__ = ["Adaptive", "adaptive"]
 
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(NextRound):
     """Rounds whose distance follows the drift; made by `adaptive`.
 
     >>> adaptive(16, target_drift=0.01, minimum=4, maximum=64).uses_drift
@@ -29,21 +29,10 @@ class Adaptive:
     def start(self) -> State:
         return {"next": self.initial if self.first is None else self.first, "period": float(self.initial)}
 
-    def is_due(self, n: int, state: State) -> bool:
-        return n >= state["next"]
-
     def after_round(self, n: int, state: State, drift: float | None) -> State:
         # Only products and quotients: those are the same to the last bit on every machine.
         period = min(max(state["period"] * self._change(drift), float(self.minimum)), float(self.maximum))
         return {"next": n + round(period), "period": period}
-
-    @property
-    def shortest_gap(self) -> int:
-        return self.minimum
-
-    @property
-    def cycle(self) -> None:
-        return None
 
     @property
     def uses_drift(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias
 
-__all__ = ["Schedule", "State", "first_turn", "refuse_staggering_twice"]
+__all__ = ["NextRound", "Schedule", "State", "first_turn", "refuse_staggering_twice"]
 
 State: TypeAlias = dict[str, int | float]
 
@@ -49,6 +49,26 @@ class Schedule(Protocol):
 
     def staggered(self, index: int, count: int) -> Schedule:
         """Return the schedule of fragment `index` of `count`, so that the fragments take turns."""
+
+
+class NextRound:
+    """Half of a schedule whose gaps change: a round runs once the step is there that its state names.
+
+    What is made of it has a field `minimum`, the fewest steps between two rounds.
+    """
+
+    minimum: int
+
+    def is_due(self, n: int, state: State) -> bool:
+        return n >= state["next"]
+
+    @property
+    def shortest_gap(self) -> int:
+        return self.minimum
+
+    @property
+    def cycle(self) -> None:
+        return None
 
 
 def first_turn(index: int, count: int, period: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cadenza.common.checks import as_steps, as_whole_steps
 from cadenza.common.milestones import Milestones
-from cadenza.schedules.base import State, first_turn, refuse_staggering_twice
+from cadenza.schedules.base import NextRound, State, first_turn, refuse_staggering_twice
 
 __all__ = ["Changing", "changing"]
 
@@ -16,7 +16,7 @@ _PROBED_STEPS = tuple(10**power for power in range(7))
 
 
 @dataclass(frozen=True)
-class Changing:
+class Changing(NextRound):
     """Rounds whose distance changes over time; made by `changing`.
 
     >>> changing({1: 16, 1000: 64}).shortest_gap
@@ -30,19 +30,8 @@ class Changing:
     def start(self) -> State:
         return {"next": self._period_at(1) if self.first is None else self.first}
 
-    def is_due(self, n: int, state: State) -> bool:
-        return n >= state["next"]
-
     def after_round(self, n: int, state: State, drift: float | None) -> State:
         return {"next": n + self._period_at(max(n, 1))}
-
-    @property
-    def shortest_gap(self) -> int:
-        return self.minimum
-
-    @property
-    def cycle(self) -> None:
-        return None
 
     @property
     def uses_drift(self) -> bool:

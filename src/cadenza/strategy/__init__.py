@@ -11,9 +11,9 @@ wanted: a `Synchronizer` does it. Every piece may be a user's own that fulfils i
 16
 """
 
-from cadenza.strategy.level_plan import Groups, LevelPlan, as_schedule
+from cadenza.strategy.level_plan import Groups, LevelPlan, as_codec, as_schedule
 from cadenza.strategy.options import Buffers, CommonOptions, OptimizerState, StrategyOptions, Weight
-from cadenza.strategy.strategy import Strategy
+from cadenza.strategy.strategy import Strategy, check_is_strategy
 
 __all__ = [
     "Buffers",
@@ -24,5 +24,7 @@ __all__ = [
     "Strategy",
     "StrategyOptions",
     "Weight",
+    "as_codec",
     "as_schedule",
+    "check_is_strategy",
 ]

@@ -6,28 +6,42 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsIndex
 
-from cadenza.codecs import Codec, ShapedCodec, fp32
+from cadenza.codecs import ChoosingCodec, Codec, ShapedCodec, fp32
+from cadenza.codecs import auto as auto_codec
 from cadenza.common.checks import check_not_negative
 from cadenza.common.protocols import check_piece
 from cadenza.outer import Outer, mean
-from cadenza.schedules import Schedule, every
+from cadenza.schedules import Schedule, TimedSchedule, auto, every
 from cadenza.topology import Level, RoundTopology
 
-__all__ = ["Groups", "LevelPlan", "as_schedule"]
+__all__ = ["Groups", "LevelPlan", "as_codec", "as_schedule"]
 
 Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...] | RoundTopology
 
 
 def as_schedule(period: Any) -> Schedule:
-    """Return a schedule as it is, and `every(n)` for a whole number of steps of whatever library.
+    """Return a schedule as it is, `every(n)` for a whole number of steps of whatever library, and `auto()` for "auto".
 
     >>> as_schedule(8)
     Every(period=8, offset=0)
     """
     if isinstance(period, SupportsIndex) and not isinstance(period, bool):
         return every(operator.index(period))
+    if isinstance(period, str) and period == "auto":
+        return auto()
     schedule: Schedule = period
     return schedule
+
+
+def as_codec(codec: Codec | Literal["auto"] | None, otherwise: Codec | None = None) -> Codec:
+    """Return a codec as it is, `codecs.auto()` for "auto", and for None another, fp32 by default.
+
+    >>> as_codec(None).name, as_codec("auto").name
+    ('fp32', 'auto(bf16, int8, e3m0)')
+    """
+    if codec is None:
+        return otherwise or fp32()
+    return auto_codec() if codec == "auto" else codec
 
 
 @dataclass(frozen=True)
@@ -35,10 +49,10 @@ class LevelPlan:
     """The choices of one level.
 
     Args:
-        schedule: When; a number means that many steps.
+        schedule: When; a number means that many steps, "auto" the schedule that measures and decides itself.
         groups: With whom: "all", the ranks of one "host", a number for runs of that many ranks, explicit groups, or a
             `RoundTopology` that cuts the ranks anew for every round.
-        codec: How differences are written on the wire.
+        codec: How differences are written on the wire; "auto" is `cadenza.codecs.auto()`.
         outer: What becomes of the mean.
         name: What the level is called in reports; "level 0" and so on without one.
         keep_anchor: Send differences from an anchor also where a plain mean would not need one.
@@ -58,6 +72,7 @@ class LevelPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
+        object.__setattr__(self, "codec", as_codec(self.codec))
         check_piece(self.schedule, Schedule, what="schedule", such_as="cadenza.every(16)")
         check_piece(self.codec, Codec, what="codec", such_as="cadenza.codecs.int8()")
         check_piece(self.outer, Outer, what="outer", such_as="cadenza.nesterov()")
@@ -70,6 +85,12 @@ class LevelPlan:
     def anchored(self) -> bool:
         """Whether the level keeps an anchor, and sends differences from it."""
         return self.keep_anchor or not self.outer.plain or not self.codec.exact
+
+    @property
+    def follows(self) -> bool:
+        """Whether period or codec follow numbers that must be the same on all ranks: the drift, or measured times."""
+        timed = isinstance(self.schedule, TimedSchedule) or isinstance(self.codec, ChoosingCodec)
+        return self.schedule.uses_drift or timed
 
     @property
     def regroups(self) -> bool:

@@ -10,12 +10,12 @@ from cadenza.common.identity import identity
 from cadenza.common.protocols import check_piece
 from cadenza.faults import FaultPolicy, raise_error
 from cadenza.fragments import Fragmentation, Whole
-from cadenza.schedules import Schedule, StateSchedule, gap_after, staggered_levels
+from cadenza.schedules import Auto, Schedule, StateSchedule, gap_after, staggered_levels
 from cadenza.strategy.level_plan import LevelPlan
 from cadenza.strategy.options import Buffers, OptimizerState, Weight
 from cadenza.weighting import Weighting, by_function, needs_anchor, outliers, samples, uniform
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "check_is_strategy"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Strategy:
         object.__setattr__(self, "levels", levels)
         for name in ("warmup_steps", "delay"):
             check_not_negative(name, getattr(self, name))
+        self._make_room_for_delays()
         self._check_choices()
         self._check_levels()
         self._check_regrouping()
@@ -157,6 +158,16 @@ class Strategy:
     def _late(self) -> bool:
         return any(self.delay_of(level) for level in range(len(self.levels)))
 
+    def _make_room_for_delays(self) -> None:
+        """Let periods that are chosen on the way be longer than the delays, which are given."""
+        levels = tuple(
+            replace(plan, schedule=plan.schedule.at_least(self.delay_of(level) + 1))
+            if isinstance(plan.schedule, Auto)
+            else plan
+            for level, plan in enumerate(self.levels)
+        )
+        object.__setattr__(self, "levels", levels)
+
     def _check_choices(self) -> None:
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
             raise TypeError(f"alpha is a number; got {self.alpha!r}.")
@@ -199,11 +210,12 @@ class Strategy:
                     f"Levels go from the innermost, which meets most often, to the outermost; but {inner.schedule!r} "
                     f"comes before {outer.schedule!r}. Swap them, or change their periods."
                 )
-        drifting = [level for level in self.levels if level.schedule.uses_drift]
-        if any(level is not self.levels[-1] or level.outer.diverges for level in drifting):
+        following = [level for level in self.levels if level.follows]
+        if any(level is not self.levels[-1] or level.outer.diverges for level in following):
             raise ValueError(
-                "Only the outermost level can follow the drift, and only with one anchor for all: otherwise it is "
-                "another number in every group or worker, and their periods would differ. Use every(16), for instance."
+                "Only the outermost level can follow the drift or measured times, and only with one anchor for all: "
+                "otherwise they are other numbers in every group or worker, and their periods would differ. Use "
+                "every(16), for instance."
             )
         simple = len(self.levels) == 1 and not self._late and self.fragments.single and not self.average_gradients
         simple = simple and isinstance(self.optimizer_state, str)
@@ -223,8 +235,8 @@ class Strategy:
     def _why_not_regroup(self, plan: LevelPlan) -> str | None:
         if len(self.levels) > 1:
             return "they need not nest in those of other levels. Use one level, or groups that stay."
-        if plan.schedule.uses_drift:
-            return "each group has a drift of its own, so periods would differ. Use a schedule such as every(16)."
+        if plan.follows:
+            return "each group has a drift of its own, and times, so periods would differ. Use every(16)."
         if self.balanced:
             return "balanced needs to know the speeds of one group. Use groups that stay, or balanced=False."
         if plan.anchored and not plan.outer.diverges:
@@ -278,3 +290,15 @@ class Strategy:
                     f"{self.faults.name} cannot be combined with {what}: {why}. Leave it out, or "
                     "use faults=raise_error()."
                 )
+
+
+def check_is_strategy(given: object) -> None:
+    """Raise if what was given is no strategy.
+
+    >>> check_is_strategy("diloco")
+    Traceback (most recent call last):
+      ...
+    TypeError: A cadenza.Strategy is required, for instance cadenza.diloco(); got str.
+    """
+    if not isinstance(given, Strategy):
+        raise TypeError(f"A cadenza.Strategy is required, for instance cadenza.diloco(); got {type(given).__name__}.")

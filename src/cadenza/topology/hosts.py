@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-import torch.distributed as dist
-
+from cadenza.common.later import dist
 from cadenza.common.process_groups import resolve, store_of
 
 __all__ = ["host_name", "hosts_of"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
+from cadenza.common.later import dist
 from cadenza.common.process_groups import resolve
 from cadenza.errors import TopologyError
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
+from cadenza.common.later import dist
 from cadenza.errors import TopologyError
 from cadenza.topology.hosts import hosts_of
 from cadenza.topology.level import Level

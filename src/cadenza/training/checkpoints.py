@@ -7,8 +7,6 @@ be gone on from, because a crash came while it was written or because it was dam
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,18 +15,17 @@ from typing import Any
 
 from cadenza.checkpoint.files import read_manifest
 from cadenza.checkpoint.folders import load_optimizers
-from cadenza.checkpoint.layout import worker_file
+from cadenza.checkpoint.layout import manifests, worker_file
 from cadenza.checkpoint.selection import Selection
-from cadenza.errors import CheckpointError, UsageError
+from cadenza.errors import CadenzaError, CheckpointError, UsageError
 from cadenza.training.crew import Crew
 from cadenza.training.job import Job
 from cadenza.training.runs import Run
+from cadenza.training.saved import checkpoint_folders, set_aside
 
 __all__ = ["Checkpoints", "Restored"]
 
-_SET_ASIDE = "set-aside"
-_NAME = re.compile(r"step-\d+")
-_NONE = "none"
+_NONE, _DAMAGED = "none", "damaged: "
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,8 @@ class Checkpoints:
     def restore(self) -> Restored:
         """Go on from the newest checkpoint that can be gone on from, the same on all workers that start together."""
         decision = self._crew.decide("resume", self._find_newest)
+        if decision.answer.startswith(_DAMAGED):
+            raise CadenzaError(decision.answer.removeprefix(_DAMAGED))
         warnings = self._set_problems_aside() if decision.mine else []
         if decision.answer == _NONE:
             return Restored(None, warnings)
@@ -76,7 +75,7 @@ class Checkpoints:
         For a worker that joins others in the middle of a run and has the model from them.
         """
         job = self._job
-        for folder in reversed(_folders(self._run)):
+        for folder in reversed(checkpoint_folders(self._run)):
             try:
                 step = read_manifest(folder / worker_file(job.worker)).step
                 if step <= job.sync.clock:
@@ -88,7 +87,7 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Delete all but the newest few checkpoints that are complete; one that is being written is newer and stays."""
-        folders = _folders(self._run)
+        folders = checkpoint_folders(self._run)
         kept = [folder for folder in folders if self._is_complete(folder)][-self._job.config.checkpoint.keep :]
         for folder in folders:
             if kept and folder not in kept and folder.name < kept[-1].name:
@@ -98,14 +97,25 @@ class Checkpoints:
 
     def _find_newest(self) -> str:
         """Return the name of the newest checkpoint that can be gone on from, and remember what is wrong with others."""
-        for folder in reversed(_folders(self._run)):
+        for folder in reversed(checkpoint_folders(self._run)):
             try:
                 self._found = self._crew.select(folder, self._place, verify_files="all")
             except CheckpointError as error:
                 self._problems[folder] = str(error)
             else:
                 return folder.name
+        if any(map(_was_finished, self._problems)):
+            return f"{_DAMAGED}{self._nothing_left()}"
         return _NONE
+
+    def _nothing_left(self) -> str:
+        newest, why = next(iter(self._problems.items()))
+        count = len(self._problems)
+        which = newest.name if count == 1 else f"all {count} checkpoints, up to {newest.name},"
+        return (
+            f"There is nothing to go on from: {which} cannot be read. {why} Nothing was changed. `cadenza train "
+            f"--resume {self._run.folder} --from-scratch` sets them aside and begins again at step 0."
+        )
 
     def _is_complete(self, folder: Path) -> bool:
         """Say whether the files are there that are needed; what they hold is not read again."""
@@ -130,15 +140,14 @@ class Checkpoints:
     def _set_problems_aside(self) -> list[str]:
         """Put checkpoints that cannot be gone on from where they are in nobody's way; return what to say of them."""
         for folder in self._problems:
-            aside = self._run.checkpoints / _SET_ASIDE / folder.name
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.parent.mkdir(exist_ok=True)
-            os.replace(folder, aside)
+            set_aside(folder)
         return [f"{folder} is not a whole checkpoint and is set aside. {why}" for folder, why in self._problems.items()]
 
 
-def _folders(run: Run) -> list[Path]:
-    """Return the folders of all checkpoints, the oldest first."""
-    if not run.checkpoints.is_dir():
-        return []
-    return sorted(path for path in run.checkpoints.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+def _was_finished(folder: Path) -> bool:
+    """Say whether a checkpoint was once whole, as far as its manifests tell: one that a crash cut short was not."""
+    try:
+        manifests(folder)
+    except CheckpointError:
+        return False
+    return True

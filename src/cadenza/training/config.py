@@ -23,11 +23,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-import cadenza
-from cadenza import Strategy
 from cadenza.errors import CadenzaError, UsageError
-from cadenza.faults import FaultPolicy
+from cadenza.faults import FaultPolicy, raise_error, shrink, skip_round
 from cadenza.participants.store import parse_address
+from cadenza.strategy import Strategy
 from cadenza.training.config_errors import explain
 from cadenza.training.strategies import build_strategy, defaults_of, keys_of
 
@@ -187,8 +186,8 @@ class FaultSettings(Settings):
         }
         try:
             if self.policy == "shrink":
-                return cadenza.shrink(min_workers=self.min_workers, quorum=self.quorum, **common)
-            return cadenza.skip_round(**common) if self.tolerant else cadenza.raise_error()
+                return shrink(min_workers=self.min_workers, quorum=self.quorum, **common)
+            return skip_round(**common) if self.tolerant else raise_error()
         except ValueError as error:
             raise UsageError(f"faults: {error}") from None
 
@@ -222,6 +221,8 @@ class LogSettings(Settings):
     """
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
+    wandb: bool = Field(default=False, description="Log to Weights & Biases; its environment variables count.")
+    mlflow: bool = Field(default=False, description="Log to MLflow; its environment variables count.")
 
 
 class Config(Settings):

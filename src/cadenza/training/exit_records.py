@@ -59,9 +59,9 @@ def last_record(path: Path) -> LastRecord:
     return LastRecord(last["step"], _elapsed(last), {}, error) if last else NO_RECORD
 
 
-def write_event(path: Path, text: str, *, level: str = "warning") -> None:
+def write_event(path: Path, text: str, *, level: str = "warning", **more: Any) -> None:
     """Write down what happened to a worker."""
-    _write(path, "event", text=text, level=level)
+    _write(path, "event", text=text, level=level, **more)
 
 
 def write_end(path: Path, status: str, error: str) -> None:

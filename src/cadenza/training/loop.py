@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from cadenza.errors import CadenzaError
+from cadenza.training.boards import open_boards
 from cadenza.training.checkpoints import Checkpoints
 from cadenza.training.config import Config
 from cadenza.training.crew import Crew
@@ -24,7 +27,7 @@ from cadenza.training.fixed_crew import fixed_crew
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter
 from cadenza.training.randomness import seed_everything, seed_of
-from cadenza.training.recording import LogEvents, Recorder, open_board, summary, write_start
+from cadenza.training.recording import LogEvents, Recorder, summary, write_start
 from cadenza.training.runs import Run, open_run, write_model
 from cadenza.training.stepping import Stepper, is_due
 from cadenza.training.stop_agreement import StopAgreement
@@ -58,6 +61,7 @@ def run_worker(folder: str | Path) -> str:
         recorder.go_on_from(crew.last_record(run))  # unless it turns out that all begin together
         log = leaving.enter_context(LogEvents(_logger))
         try:
+            recorder.phase("building the task")
             job = Job(config, recorder.observe_round, crew)
             leaving.callback(job.sync.close)
             return _Loop(run, job, crew, recorder, log).train()
@@ -66,7 +70,8 @@ def run_worker(folder: str | Path) -> str:
             text = crew.explain(error)
             recorder.writer.write("end", recorder.last_step, status="failed", error=text)
             if crew.worker == 0 and not config.faults.tolerant:
-                run.write_summary({"status": "failed", "error": text})
+                with suppress(OSError):
+                    run.write_summary({"status": "failed", "error": text})
             raise
 
 
@@ -94,6 +99,7 @@ class _Loop:
         )
         self.stopper = Stopper(agreement, worker=job.worker, leaves_on_sigterm=crew.leaves_on_sigterm)
         self.saved_at = 0
+        self.failed_saves = 0  # in a row
 
     @property
     def leads(self) -> bool:
@@ -128,6 +134,7 @@ class _Loop:
 
     def _restore(self) -> None:
         """Go on from the checkpoint on which all that start together agree, if there is one."""
+        self.recorder.phase("looking for a checkpoint")
         restored = self.checkpoints.restore()
         self.recorder.go_on_from(NO_RECORD)
         if restored.extra is not None:
@@ -144,13 +151,14 @@ class _Loop:
         self._step_schedules(self.sync.clock - step)
 
     def _prepare_folder(self, joined: bool) -> None:
-        """Write down where the workers are, and open TensorBoard's file."""
+        """Write down where the workers are, and open the loggers."""
         if hosts := self.crew.hosts():
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
-        if self.config.log.tensorboard:
-            open_board(self.run, self.recorder, self.sync.clock)
+        step = self.sync.clock
+        warn = partial(self.recorder.event, step, level="warning")
+        self.recorder.boards = open_boards(self.run, step, warn)
 
     def _write_start(self, joined: bool) -> None:
         step = self.sync.clock
@@ -201,12 +209,19 @@ class _Loop:
         try:
             size = self.checkpoints.save({"recorder": self.recorder.state_dict()}, leads=self.leads)
         except OSError as error:  # a full disk, or a folder that others have deleted by now: the next one may do better
-            if not self.config.faults.tolerant:
-                raise
-            self.recorder.event(step, f"The checkpoint could not be written: {error}.", level="warning")
+            self._survive(step, error)
             return
+        self.failed_saves = 0
         path = str(self.run.checkpoint(step).relative_to(self.run.folder))
         self.recorder.writer.write("checkpoint", step, path=path, bytes=size)
+
+    def _survive(self, step: int, error: OSError) -> None:
+        """Tell of a checkpoint that could not be written; fixed workers, which could not go on from it, stop at two."""
+        self.failed_saves += 1
+        text = f"The checkpoint of step {step} could not be written: {error.strerror} ({error.filename})."
+        if self.failed_saves > 1 and not self.config.faults.tolerant:
+            raise CadenzaError(f"{text} Nor could the one before it: make room, then resume.") from error
+        self.recorder.event(step, text, level="warning")
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ drop them.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,10 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
-__all__ = ["Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
+__all__ = ["FULL_DISK", "Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
 
 Line: TypeAlias = dict[str, Any]
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FLUSH_S = 0.25  # how long lines of steps may wait for others before they are written
 
 
@@ -71,6 +73,7 @@ class MetricsWriter:
         self.stopwatch = stopwatch or Stopwatch()
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._waiting: list[str] = []
+        self._rest = b""
         self._flushed = 0.0
 
     def write(self, kind: str, step: int, **figures: Any) -> None:
@@ -86,14 +89,20 @@ class MetricsWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write what waits; where the disk is full it goes on waiting, and training goes on."""
         if self._waiting:
-            self._file.write(("\n".join(self._waiting) + "\n").encode())
+            self._rest += ("\n".join(self._waiting) + "\n").encode()
             self._waiting.clear()
+        try:
+            while self._rest:
+                self._rest = self._rest[self._file.write(self._rest) :]
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
         self._flushed = self.stopwatch.elapsed
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write what waits, if there is room, and close the file."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -163,6 +172,8 @@ def _without_stale(lines: Iterator[Line]) -> list[Line]:
     """Return the lines that no later start has overtaken; events are history, and stay."""
     kept: list[Line] = []
     for line in lines:
+        if line["kind"] == "phase":  # of a beginning, for those who watch it
+            continue
         if line["kind"] == "start":
             kept = [old for old in kept if old["kind"] == "event" or _known_at(old) <= line["step"]]
         kept.append(line)

@@ -1,4 +1,4 @@
-"""What a worker writes down while it trains: its lines of metrics, TensorBoard events, and at the end the summary."""
+"""What a worker writes down while it trains: its lines of metrics, loggers' curves, and at the end the summary."""
 
 from __future__ import annotations
 
@@ -9,38 +9,19 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from cadenza import RoundReport, observers
+from cadenza.training.boards import Board
 from cadenza.training.exit_records import LastRecord
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter, Stopwatch
-from cadenza.training.runs import Run
 
-__all__ = ["Board", "LogEvents", "Recorder", "open_board", "summary", "write_start"]
+__all__ = ["LogEvents", "Recorder", "summary", "write_start"]
 
-_BOARD_EVERY = 10  # steps between points of TensorBoard's curves of the loss
-
-
-class Board:
-    """TensorBoard's curves, drawn by the worker that leads; without the package there are none."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)  # what a resumed run draws again replaces this
-        self.observe_round = observers.tensorboard(self._writer)
-
-    def draw(self, step: int, **figures: float) -> None:
-        """Add a point to each curve."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+_DRAW_EVERY = 10  # steps between points of the loggers' curves of the loss
 
 
 class Recorder:
@@ -53,7 +34,7 @@ class Recorder:
 
     def __init__(self, writer: MetricsWriter, *, recent: int = 1) -> None:
         self.writer = writer
-        self.board: Board | None = None
+        self.boards: list[Board] = []
         self.last_step = 0
         self.samples = 0
         self.bytes_sent = 0
@@ -93,8 +74,9 @@ class Recorder:
         step = figures.pop("step")
         del figures["kind"]
         self.writer.write("round", step, **figures, launched=round(launched, 6), landed=round(landed, 6))
-        if self.board is not None:
-            self.board.observe_round(report)
+        if report.decision:
+            self.event(report.step, f"Decided: {report.decision}")
+        observers.notify([board.observe_round for board in self.boards], report)
 
     def _observe_failure(self, report: RoundReport) -> None:
         """Write down a round that failed and changed nothing."""
@@ -123,16 +105,28 @@ class Recorder:
             lr=lr,
             next_sync=next_sync,
         )
-        if self.board is not None and step % _BOARD_EVERY == 0:
-            self.board.draw(step, loss=loss, lr=lr)
+        if step % _DRAW_EVERY == 0:
+            self._draw(step, loss=loss, lr=lr)
 
     def evaluation(self, step: int, loss: float, *, write: bool) -> None:
         """Remember a held-out loss; one worker writes it down for all."""
         self.held_out = loss
         if write:
             self.writer.write("evaluation", step, loss=loss)
-            if self.board is not None:
-                self.board.draw(step, held_out=loss)
+            self._draw(step, held_out=loss)
+
+    def _draw(self, step: int, **figures: float) -> None:
+        """Add points to the loggers' curves; one that fails is left from then on."""
+        for board in list(self.boards):
+            try:
+                board.draw(step, **figures)
+            except Exception as error:  # a logger's own, such as a network that is gone
+                self.boards.remove(board)
+                self.event(step, f"{type(board).__name__} has failed and is left: {error}", level="warning")
+
+    def phase(self, text: str) -> None:
+        """Write down what this worker does before it takes steps."""
+        self.writer.write("phase", self.last_step, text=text)
 
     def event(self, step: int, text: str, *, level: str = "info") -> None:
         """Write down something out of the ordinary."""
@@ -176,8 +170,8 @@ class Recorder:
 
     def close(self) -> None:
         """Write what waits, and close the files."""
-        if self.board is not None:
-            self.board.close()
+        for board in self.boards:
+            board.close()
         self.writer.close()
 
 
@@ -218,15 +212,6 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def open_board(run: Run, recorder: Recorder, step: int) -> None:
-    """Open TensorBoard's file, or say that there will be none."""
-    try:
-        recorder.board = Board(run.tensorboard, step)
-    except ImportError as error:
-        text = f"There are no TensorBoard events, since tensorboard is not installed ({error})."
-        recorder.event(step, text, level="warning")
-
-
 def write_start(job: Job, recorder: Recorder, *, resumed: bool) -> None:
     """Write down what begins here."""
     recorder.writer.write(
@@ -260,7 +245,7 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
         "training_loss": losses / count if count else None,
         "bytes_sent": recorder.bytes_sent,
         "ddp_bytes": job.gradient_bytes * step,
-        "stall_s": recorder.stall_s,
+        "stall_s": None if job.is_ddp else recorder.stall_s,  # DDP waits inside backward(), where nobody measures it
         "rounds": recorder.rounds,
         "parameters": job.parameters,
         "samples_per_s": samples / max(recorder.elapsed, 1e-9),

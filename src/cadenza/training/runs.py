@@ -3,6 +3,7 @@
 ::
 
     config.toml        what was asked for
+    owner.json         who trains it now (cadenza.training.ownership)
     environment.json   versions, the git commit, hosts
     metrics/           lines of JSON, a file a worker (cadenza.training.metrics)
     tensorboard/       the same as TensorBoard events
@@ -31,9 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cadenza.errors import UsageError
+from cadenza.common.later import torch
+from cadenza.errors import CadenzaError, UsageError
 from cadenza.training.config import Config, read_config
 from cadenza.training.metrics import Metrics, MetricsWriter, Stopwatch, metrics_file, plain, read_lines
 from cadenza.version import __version__
@@ -197,11 +197,16 @@ def describe_environment() -> dict[str, Any]:
 
 def write_model(run: Run, model: torch.nn.Module) -> None:
     """Write the trained model, which all workers have alike."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     partial = run.model_file.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
-    save_model(model, str(partial))
-    os.replace(partial, run.model_file)
+    try:
+        save_model(model, str(partial))
+        os.replace(partial, run.model_file)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise CadenzaError(f"The trained model could not be written to {run.model_file}: {error}.") from error
 
 
 def _git_commit() -> str | None:

@@ -16,27 +16,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import cadenza
-from cadenza import Strategy, codecs
+from cadenza import codecs, presets
 from cadenza.errors import CadenzaError, UsageError
 from cadenza.faults import FaultPolicy
+from cadenza.schedules import changing
+from cadenza.strategy import Strategy
 
 __all__ = ["ALWAYS", "CODECS", "STRATEGIES", "build_codec", "build_strategy", "defaults_of", "keys_of", "nearest"]
 
 ALWAYS = 2**62  # steps of a warm-up that never ends
 
 _PRESETS: dict[str, Callable[..., Strategy]] = {
-    "local_sgd": cadenza.local_sgd,
-    "post_local_sgd": cadenza.post_local_sgd,
-    "hierarchical": cadenza.hierarchical,
-    "slowmo": cadenza.slowmo,
-    "diloco": cadenza.diloco,
-    "streaming_diloco": cadenza.streaming_diloco,
-    "sparse_loco": cadenza.sparse_loco,
-    "des_loc": cadenza.des_loc,
-    "eager_diloco": cadenza.eager_diloco,
-    "edit": cadenza.edit,
-    "muloco": cadenza.muloco,
+    "local_sgd": presets.local_sgd,
+    "post_local_sgd": presets.post_local_sgd,
+    "hierarchical": presets.hierarchical,
+    "slowmo": presets.slowmo,
+    "diloco": presets.diloco,
+    "streaming_diloco": presets.streaming_diloco,
+    "sparse_loco": presets.sparse_loco,
+    "des_loc": presets.des_loc,
+    "eager_diloco": presets.eager_diloco,
+    "edit": presets.edit,
+    "muloco": presets.muloco,
 }
 STRATEGIES = ("ddp", *_PRESETS)
 
@@ -47,6 +48,7 @@ _CODECS: dict[str, Callable[[], codecs.Codec]] = {
     "int8": codecs.int8,
     "e3m0": codecs.e3m0,
     "topk": codecs.topk,
+    "auto": codecs.auto,
 }
 CODECS = tuple(_CODECS)
 _FEEDBACK = "+feedback"
@@ -137,7 +139,7 @@ eager_diloco, edit, muloco.
                 f'faults.policy = "{_policy(faults)}" does not go with strategy.name = "ddp": gradients are averaged '
                 "in every step, and one missing worker would stop all others. Choose another strategy, or raise_error."
             )
-        return cadenza.local_sgd(period=1, warmup_steps=ALWAYS, measure_drift=False)
+        return presets.local_sgd(period=1, warmup_steps=ALWAYS, measure_drift=False)
     arguments = {key: _value(key, value) for key, value in given.items()}
     if faults is not None:
         arguments["faults"] = faults
@@ -195,11 +197,13 @@ def _value(key: str, value: Any) -> Any:
             )
         return {_steps(key, period): _groups(groups) for period, groups in value.items()}
     if key == "period" and isinstance(value, Mapping):
-        return cadenza.changing({_steps(key, step): period for step, period in value.items()})
+        return changing({_steps(key, step): period for step, period in value.items()})
+    if key == "period" and value == "auto":
+        return value
     if key == "period" and (isinstance(value, bool) or not isinstance(value, int)):
         raise UsageError(
-            f"strategy.period = {value!r}: a whole number of steps is required, or a table of periods by the step from "
-            "which they hold, such as {1 = 16, 1000 = 64}."
+            f'strategy.period = {value!r}: a whole number of steps is required, "auto", or a table of periods by the '
+            "step from which they hold, such as {1 = 16, 1000 = 64}."
         )
     return value
 

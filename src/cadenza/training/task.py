@@ -16,18 +16,18 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-
+from cadenza.common.later import torch
 from cadenza.errors import UsageError
+from cadenza.training.task_source import has_no, refuse_misspelt
 
 if TYPE_CHECKING:
     from cadenza.training.config import Config
@@ -124,16 +124,19 @@ did you mean "build"?
     if here not in sys.path:  # `cadenza` is a script: unlike `python -m`, it has not put the current folder there
         sys.path.insert(0, here)
     try:
+        refuse_misspelt(module_name, function_name)
         module = importlib.import_module(module_name)
+    except UsageError:
+        raise
     except ModuleNotFoundError as error:
         raise UsageError(_not_found(name, module_name, error)) from error
     except SyntaxError as error:
         raise UsageError(f'The task "{name}": its module cannot be read: {error}') from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(_not_imported(name, error)) from error
     function = getattr(module, function_name, None)
     if function is None:
-        near = difflib.get_close_matches(function_name, [n for n, v in vars(module).items() if callable(v)], n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else "."
-        raise UsageError(f'The task "{name}": its module has no "{function_name}"{hint}')
+        raise UsageError(has_no(module_name, function_name, [n for n, v in vars(module).items() if callable(v)]))
     if not callable(function):
         raise UsageError(f'The task "{name}" must be a function build(config) that returns a Task; it is {function!r}.')
     build: Build = function
@@ -239,6 +242,20 @@ def _not_found(name: str, module: str, error: ModuleNotFoundError) -> str:
             "packages. Give the name as in an import statement, without .py, and start from the folder that holds it."
         )
     return f'The task "{name}" needs the module "{error.name}", which is not installed.'
+
+
+def _not_imported(name: str, error: BaseException) -> str:
+    """Return what went wrong while the task's module was imported, and where."""
+    if isinstance(error, SystemExit):
+        return (
+            f'The task "{name}": its module ends the program when it is imported (exit code {error.code}). What a '
+            'script does when it is started belongs below `if __name__ == "__main__":`.'
+        )
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f'The task "{name}": its module cannot be imported: {type(error).__name__}: {error} ({last.filename}, line '
+        f"{last.lineno}). `--debug` shows how it came there."
+    )
 
 
 def _short(value: object) -> str:

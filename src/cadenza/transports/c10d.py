@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from cadenza.common.messages import LANE_BYTES, LANES, row_bytes_between
 from cadenza.common.process_groups import all_gather_single, control_device, store_of, timeout_of
 from cadenza.errors import NotInitializedError, TransportError
 from cadenza.transports.base import OUT_OF_STEP, Lane, bytes_of
@@ -24,8 +25,6 @@ from cadenza.transports.means import finish_mean, mean_into, scale_down
 
 __all__ = ["C10dTransport", "Seat"]
 
-LANE_BYTES = 8 << 20
-LANES = 3
 # Between machines a message takes about as long to begin as 2 MiB take to be packed and unpacked.
 IN_PLACE_BYTES = (2 << 20, 32 << 20)
 
@@ -106,7 +105,7 @@ class C10dTransport:
         return fewest // dtype.itemsize, most // dtype.itemsize
 
     def row_bytes(self, device: torch.device) -> int:
-        return LANE_BYTES // 2 // len(self.members) // 64 * 64
+        return row_bytes_between(len(self.members))
 
     def lanes(self, device: torch.device) -> list[Lane]:
         if device not in self._lanes:

@@ -151,7 +151,13 @@ def test_workers_of_several_hosts_are_shown_with_them() -> None:
 
 
 def test_before_the_workers_start_it_says_so() -> None:
-    assert "waiting for the workers" in text_of(Progress(), 80)
+    progress = Progress()
+    assert "starting the workers · 0 s" in text_of(progress, 80)
+    for worker in range(3):
+        progress.take(worker, {"kind": "phase", "elapsed": 0.0, "step": 0, "text": "building the task"})
+    progress.take(2, {"kind": "phase", "elapsed": 0.0, "step": 0, "text": "looking for a checkpoint"})
+    told = text_of(progress, 80)
+    assert "starting the workers: 2 building the task, 1 looking for a checkpoint · 0 s" in told
 
 
 def test_a_picture_that_costs_much_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,3 +211,63 @@ def test_plain_lines_come_now_and_then_and_news_at_once(monkeypatch: pytest.Monk
     assert first.startswith("step 10/40 · loss 2.500 · 200 tokens/s · sent 105 B a worker (DDP 6.30 kB) · stall 100 ms")
     assert evaluation == "step 12/40 · held-out loss 2.250"
     assert second.startswith("step 12/40")
+
+
+# ---- what is true of workers that die, and of what nobody measures ---------------------------------------------------
+
+
+def test_a_dead_worker_is_shown_to_be_restarting_and_the_others_speak_for_the_run() -> None:
+    progress = running()
+    event = {"kind": "event", "elapsed": 12.0, "step": 10, "level": "warning", "text": "Worker 0 was ended by SIGKILL."}
+    progress.take(0, {**event, "status": "restarting"})
+    assert progress.step == 11
+    assert progress.workers[0].samples_per_s is None
+    row = next(line for line in text_of(progress, 100).splitlines() if line.startswith("0 "))
+    assert row.rstrip().endswith("restarting")
+    progress.take(0, {"kind": "phase", "elapsed": 13.0, "step": 0, "text": "building the task"})
+    assert progress.workers[0].status == "restarting"
+    progress.take(0, {**START, "elapsed": 14.0, "step": 11})
+    assert progress.workers[0].status == "training"
+    progress.take(1, {**event, "status": "dead"})
+    assert "dead" in text_of(progress, 100)
+
+
+def test_what_ddp_waits_is_not_said_to_be_nothing() -> None:
+    progress = Progress()
+    progress.take(0, {**START, "strategy": "ddp"})
+    progress.take(0, step(1, stall_s=0.0))
+    progress.take(0, step(2, stall_s=0.0))
+    assert "stall – (–)" in text_of(progress, 100)
+
+
+def test_the_way_of_the_losses_is_drawn(tmp_path: Path) -> None:
+    append(tmp_path, 0, START)
+    follower = Follower(tmp_path)
+    for number in range(1, 9):
+        append(tmp_path, 0, step(number, loss=float(9 - number)))
+        follower.read()
+    for loss in (2.5, 2.25):
+        append(tmp_path, 0, {"kind": "evaluation", "elapsed": 8.0, "step": 8, "loss": loss})
+    follower.read()
+    told = text_of(follower.progress, 100)
+    assert "loss █▇▆▅▄▃▂▁ 1.000" in told
+    assert "held-out loss 2.250 at step 8 ↓ from 2.500" in told
+
+
+def test_a_long_run_is_remembered_in_few_losses() -> None:
+    progress = Progress()
+    progress.take(0, START)
+    for number in range(1, 2000):
+        progress.take(0, step(number))
+        progress.remember()
+    assert 100 < len(progress.losses) <= 400
+
+
+def test_the_last_picture_stays_on_the_screen() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    with LiveDisplay(console, "cadenza train diloco int8 · 1 worker · runs/first") as display:
+        display.show(running(), [])
+    written = console.file
+    assert isinstance(written, io.StringIO)
+    last = written.getvalue().rpartition("cadenza train")[2]
+    assert "\x1b[2K" not in last  # which would wipe a line away

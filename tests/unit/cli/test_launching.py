@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -125,15 +126,38 @@ STUBS = {
 }
 
 
-def kubernetes_script() -> str:
-    service, _, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
-    shell, option, script = pod["containers"][0]["command"]
+TEMPLATES = ["two_machines.sh", "slurm.sbatch", "kubernetes.yaml", "kubeflow.yaml", "skypilot.yaml"]
+
+
+def script_of(template: str) -> str:
+    """The shell script in a template, after a look at how its parts belong together."""
+    text = (LAUNCH / template).read_text()
+    if template == "kubernetes.yaml":
+        service, claim, job = yaml.safe_load_all(text)
+        pod = job["spec"]["template"]["spec"]
+        assert service["metadata"]["name"] == pod["subdomain"]
+        assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+        assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+        check_volume(claim, pod)
+        shell, option, script = pod["containers"][0]["command"]
+    elif template == "kubeflow.yaml":
+        claim, runtime, job = yaml.safe_load_all(text)
+        assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+        assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+        [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+        check_volume(claim, node["template"]["spec"]["template"]["spec"])
+        shell, option, script = job["spec"]["trainer"]["command"]
+    else:
+        return str(yaml.safe_load(text)["run"]) if template == "skypilot.yaml" else text
     assert (shell, option) == ("sh", "-c")
     return str(script)
+
+
+def check_volume(claim: dict[str, Any], pod: dict[str, Any]) -> None:
+    """The volume that is claimed is the one that the pods mount where the run's folder is."""
+    [volume] = pod["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert pod["containers"][0]["volumeMounts"] == [{"name": volume["name"], "mountPath": "/runs"}]
 
 
 def given_to_cadenza(script: str, folder: Path, *arguments: str, resumed: bool) -> list[str]:
@@ -146,7 +170,14 @@ def given_to_cadenza(script: str, folder: Path, *arguments: str, resumed: bool) 
     if resumed:
         (run / "config.toml").write_text("")
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": "."}
-    variables = {**slurm, "PATH": f"{folder}:{os.environ['PATH']}", "RUN": str(run)}
+    sky = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NUM_NODES": "2", "WORKERS": "4"}
+    kubeflow = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "4",
+        "PET_MASTER_ADDR": "cadenza-node-0-0.cadenza",
+        "PET_MASTER_PORT": "29400",
+    }
+    variables = {**slurm, **sky, **kubeflow, "PATH": f"{folder}:{os.environ['PATH']}", "RUN": str(run)}
     done = subprocess.run(
         ["bash", "-c", script, "bash", *arguments], env=variables, capture_output=True, text=True, check=True
     )
@@ -154,17 +185,16 @@ def given_to_cadenza(script: str, folder: Path, *arguments: str, resumed: bool) 
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("template", ["two_machines.sh", "slurm.sbatch", "kubernetes.yaml"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_starts_and_resumes_a_run_on_two_nodes(
     template: str, resumed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = kubernetes_script() if template == "kubernetes.yaml" else (LAUNCH / template).read_text()
-    command, *flags = given_to_cadenza(script, tmp_path, "first", resumed=resumed)
+    command, *flags = given_to_cadenza(script_of(template), tmp_path, "first", resumed=resumed)
     assert command == "train"
     with pytest.raises(SystemExit, match="0"):
         main([command, *flags, "--print-config"])
     launch = tomllib.loads(capfd.readouterr().out)["launch"]
     assert launch["nnodes"] == "2"
     host, port = launch["rdzv_endpoint"].split(":")
-    assert (host in ("first", "cadenza-0.cadenza"), int(port) >= 29400) == (True, True)
+    assert (host in ("first", "cadenza-0.cadenza", "cadenza-node-0-0.cadenza"), int(port) >= 29400) == (True, True)
     assert flags[:2] == ["--resume" if resumed else "--run", str(tmp_path / "run")]

@@ -14,8 +14,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cadenza.cli.report import report, write_report
+from cadenza.cli.report.command import report
 from cadenza.cli.report.data import read_runs
+from cadenza.cli.report.page import write_report
 from cadenza.cli.report.timeline import activity
 from cadenza.errors import UsageError
 from support.runs import MadeUpRun
@@ -287,3 +288,51 @@ class TestCommand:
         done = CliRunner().invoke(self.app, [str(folder), "--output", str(folder / "config.toml" / "x.html")])
         assert isinstance(done.exception, UsageError)
         assert "cannot be written" in str(done.exception)
+
+
+def test_a_comparison_opens_with_who_is_best_at_what(tmp_path: Path) -> None:
+    quick = MadeUpRun(steps=40, period=8, final_loss=2.0, step_s=0.05).write(tmp_path / "quick")
+    good = MadeUpRun(steps=40, period=8, final_loss=1.5).write(tmp_path / "good")
+    text = write_report([quick, good], tmp_path / "page.html").read_text()
+    told = re.search(r'<p class="verdict">(.*?)</p>', text)
+    assert told is not None
+    assert "good has the lowest held-out loss (" in told[1]
+    assert text.index('class="verdict"') < text.index("<details")
+    rows = [row for row in re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL) if 'class="best"' in row]
+    named = {re.sub(r"<.*?>", "", re.findall(r"<th.*?</th>", row)[0]): row for row in rows}
+    assert 'class="best"' in named["held-out loss, last"].split("<td")[2]
+    assert "status" not in named
+
+
+def test_what_ddp_waits_is_left_open(tmp_path: Path) -> None:
+    page = Page(write_report([KINDS["ddp"].write(tmp_path / "ddp")], tmp_path / "page.html"))
+    figures = dict(page.tables["Results of ddp"][1:])
+    assert figures["standing still (s)"] == ""
+    assert "inside backward(), not measured" in page.text
+
+
+def test_a_worker_that_was_dead_for_a_while_is_a_gap(tmp_path: Path) -> None:
+    folder = PLAIN.write(tmp_path / "run")
+    file = folder / "metrics" / "worker-00001.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    start = next(line for line in lines if line["kind"] == "start")
+    dead, back = 2.0, 3.0
+    kept = [line for line in lines if line["elapsed"] < dead or line["elapsed"] > back]
+    place = next(i for i, line in enumerate(kept) if line["elapsed"] > back)
+    again = {**start, "elapsed": back, "step": kept[place]["step"] - 1}
+    event = {**start, "kind": "event", "elapsed": dead + 0.1, "step": 1, "level": "warning", "text": "Worker 1 died."}
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*kept[:place], event, again, *kept[place:]]))
+    (run,) = read_runs([folder])
+    assert len(run.workers[1].alive) == 2
+    acted = activity(run.workers[1])
+    within_gap = [span for span in acted.computing if span[0] < back - 0.01 and span[1] > dead]
+    assert not within_gap
+    assert "A gap is a time in which a worker was dead" in write_report([folder], tmp_path / "page.html").read_text()
+
+
+def test_rates_and_each_workers_loss_are_drawn_and_zoom_together(tmp_path: Path) -> None:
+    page = Page(write_report([PLAIN.write(tmp_path / "run")], tmp_path / "page.html"))
+    linked = {attributes["id"] for _, attributes in page.elements if attributes.get("data-linked") == "steps"}
+    assert linked == {"loss-steps", "learning-rate", "throughput", "loss-workers"}
+    assert len(page.figures["loss-workers"][0]["data"]) == PLAIN.workers
+    assert all(rate > 0 for rate in page.figures["throughput"][0]["data"][0]["y"])

@@ -8,6 +8,7 @@ import pytest
 
 from cadenza.cli.running import make_run, title_of
 from cadenza.cli.train import parse_settings
+from cadenza.cli.train_options import overrides_of
 from cadenza.errors import UsageError
 from cadenza.training.config import read_config
 from cadenza.training.runs import open_run
@@ -63,3 +64,16 @@ def test_the_title_says_what_is_trained_where(tmp_path: Path) -> None:
     config = read_config(None, {**NODES, "strategy.codec": "bf16"})
     run = make_run(tmp_path / "run", config)
     assert title_of(run, config) == f"cadenza train diloco bf16 · 4 workers on each of 2 nodes · {tmp_path / 'run'}"
+
+
+def test_loggers_are_named_by_a_flag() -> None:
+    config = read_config(None, overrides_of({"log": "wandb,mlflow"}))
+    assert (config.log.tensorboard, config.log.wandb, config.log.mlflow) == (False, True, True)
+    assert read_config(None, overrides_of({"log": None})).log.tensorboard
+    with pytest.raises(UsageError, match='there is no logger "comet"; there are tensorboard, wandb, mlflow'):
+        overrides_of({"log": "wandb,comet"})
+
+
+def test_one_worker_is_called_a_worker(tmp_path: Path) -> None:
+    config = read_config(None, {"launch.workers": 1})
+    assert " · 1 worker · " in title_of(make_run(tmp_path / "run", config), config)

@@ -77,7 +77,7 @@ def test_a_name_that_leads_nowhere_is_said_to(name: str, said: str) -> None:
 
 def test_a_task_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "found_here.py").write_text("def build(config): return 1\n")
-    (tmp_path / "wants_more.py").write_text("import no_such_package_at_all\n")
+    (tmp_path / "wants_more.py").write_text("import no_such_package_at_all\ndef build(config): ...\n")
     (tmp_path / "wrong_inside.py").write_text("def build(config:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # which is undone, unlike what load_build does

@@ -84,9 +84,10 @@ class Attached:
 
     def __init__(self, model: Model, codec: str) -> None:
         self.reports: list[cadenza.RoundReport] = []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        own = torch.nn.ParameterList(parameter.detach() for parameter in model.parameters())  # on the same memory
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
         strategy = cadenza.diloco(1, codec=build_codec(codec))
-        self._sync = cadenza.attach(model, optimizer, strategy, observers=[self.reports.append])
+        self._sync = cadenza.attach(own, optimizer, strategy, observers=[self.reports.append])
 
     def __call__(self) -> None:
         self._sync.step()

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from cadenza.cli.amounts import bit_rate, byte_size, duration
 from cadenza.cli.bench.contest import DTYPES, RAW, TORCH, Case, Result
+from cadenza.cli.codec_speed import seconds_a_value
 from cadenza.version import __version__
 
 __all__ = ["show", "to_plain"]
@@ -79,6 +80,7 @@ def to_plain(case: Case, results: Sequence[Result], ranks: int, way: str) -> dic
         "ranks": ranks,
         "threads": torch.get_num_threads(),
         "way": way,
+        "codec_s": seconds_a_value(),
         "results": [
             {
                 **result.to_plain(),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from cadenza import codecs
+from cadenza.cli.codec_speed import handling_s as measured_handling_s
 
 __all__ = ["Cost", "Plan", "cost_of", "plan"]
 
-_SAMPLE = 1 << 18
 # In the order in which they lose more: the first whose period is short enough is the one to take.
 _CODECS = (codecs.fp32(), codecs.bf16(), codecs.int8(), codecs.e3m0())
 _COMFORTABLE = {"fp32": 32, "bf16": 32, "int8": 500, "e3m0": 500}
@@ -83,7 +80,7 @@ def plan(
         latency_s: What a small message takes.
         handling_s: The seconds that a value takes in a codec among so many ranks; by default it is measured here.
     """
-    handling_s = handling_s or _handling_s
+    handling_s = handling_s or measured_handling_s
     costs = tuple(
         cost_of(codec.name, sent, seconds, step_s, share)
         for codec in _CODECS
@@ -107,24 +104,3 @@ def sent_by_a_rank(codec: codecs.Codec, parameters: int, ranks: int) -> int:
     """Return the bytes that a rank sends in a round: a share of the values to each owner, and its mean to all."""
     there_and_back = codec.encoded_bytes(parameters) + codec.back.encoded_bytes(parameters)
     return round((ranks - 1) / ranks * there_and_back)
-
-
-def _handling_s(codec: codecs.Codec, ranks: int) -> float:
-    """Return the seconds a value takes to be packed, encoded and decoded on this machine."""
-    values, total = torch.randn(_SAMPLE), torch.zeros(_SAMPLE)
-    data = torch.empty(codec.encoded_bytes(_SAMPLE), dtype=torch.uint8)
-    encode = _timed(lambda: codec.encode(values, data))
-    add = _timed(lambda: codec.decode_add(data, total, 1.0))
-    decode = _timed(lambda: codec.decode(data, total))
-    return (encode * (1 + 1 / ranks) + add + decode) / _SAMPLE
-
-
-def _timed(action: Callable[[], object]) -> float:
-    """Return the shortest of a few times, or of as many as fit into a fifth of a second."""
-    action()  # warms up
-    seconds: list[float] = []
-    while len(seconds) < 8 and sum(seconds) < 0.2:
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

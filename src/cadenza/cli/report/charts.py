@@ -37,7 +37,10 @@ class View:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its title, what it shows in words, how it can be looked at, its legend, a note on what was thinned."""
+    """A chart: its title, what it shows in words, how it can be looked at, its legend, a note on what was thinned.
+
+    Zooming into one zooms into all that are `linked` by the same word.
+    """
 
     id: str
     title: str
@@ -47,6 +50,7 @@ class Chart:
     note: str = ""
     height: int = 340
     wide: bool = False
+    linked: str = ""
 
 
 def colour_of_run(number: int) -> str:

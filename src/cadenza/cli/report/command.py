@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from cadenza.cli.report.page import write_report
 from cadenza.errors import UsageError
 
 __all__ = ["report"]
@@ -33,6 +32,8 @@ def report(
 
     The page loads nothing from a network: it can be sent to others as it is.
     """
+    from cadenza.cli.report.page import write_report
+
     target = output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
     try:
         written = write_report(runs, target)

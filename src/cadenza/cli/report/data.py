@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from cadenza.cli.report.spans import lives
 from cadenza.training.runs import open_run, read_metrics
 
 __all__ = ["Curve", "Event", "LevelFigures", "Round", "RunData", "WorkerData", "read_runs"]
@@ -135,6 +136,7 @@ class WorkerData:
         self.checkpoints = [line for line in lines if line["kind"] == "checkpoint"]
         self.failures = [line for line in lines if line["kind"] == "failed"]
         self.others = [line for line in lines if line["kind"] in ("event", "end")]
+        self.alive = lives((line["kind"], _number(line.get("elapsed"), 0.0)) for line in lines)
         self.end_s = max((_number(line.get("elapsed"), 0.0) for line in lines), default=0.0)
 
     @property
@@ -195,11 +197,11 @@ class RunData:
 
     @property
     def strategy(self) -> str:
-        return str(self._start.get("strategy", "")) or str(self._settings.get("name", ""))
+        return str(self._start.get("strategy", "")) or str(self.settings.get("name", ""))
 
     @property
     def codec(self) -> str:
-        return str(self._settings.get("codec", "")) or next((round.codec for round in self.reference.rounds), "")
+        return str(self.settings.get("codec", "")) or next((round.codec for round in self.reference.rounds), "")
 
     @property
     def unit(self) -> str:
@@ -235,8 +237,9 @@ class RunData:
         return int(self._start.get("gradient_bytes", 0)) * self.steps
 
     @property
-    def stall_s(self) -> float:
-        return self.reference.stall_s
+    def stall_s(self) -> float | None:
+        """Return how long the reference worker stood still; DDP waits inside backward(), where nobody measures it."""
+        return None if self.strategy == "ddp" else self.reference.stall_s
 
     @property
     def samples_per_s(self) -> float | None:
@@ -319,7 +322,7 @@ class RunData:
         return None
 
     @cached_property
-    def _settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         try:
             strategy = tomllib.loads(self.config).get("strategy", {})
         except tomllib.TOMLDecodeError:

@@ -35,7 +35,7 @@ def loss_charts(runs: Sequence[RunData]) -> list[Chart]:
     before = " The axis is logarithmic, and begins with the first bytes sent." if logarithmic else ""
     span = "; ".join(words)
     return [
-        Chart("loss-steps", "Loss against steps", f"{span}.", [View("", steps)], keys, _note(runs), 400, wide=True),
+        Chart("loss-steps", "Loss against steps", f"{span}.", [View("", steps)], keys, _note(runs), 400, True, "steps"),
         Chart("loss-time", "Loss against time", _ending(runs, "seconds"), [View("", seconds)], keys),
         Chart("loss-bytes", "Loss against bytes sent", _ending(runs, "bytes"), [View("", sent)], keys, first + before),
     ]
@@ -75,7 +75,8 @@ def _figure(runs: Sequence[RunData], by: str) -> Figure:
     losses = [loss for run in runs for loss in (*run.training.losses, *run.held_out.losses) if math.isfinite(loss)]
     y = axis("Loss")
     if _far_apart(losses):
-        y |= {"type": "log", "dtick": "D2"}
+        ticks = _log_ticks([loss for loss in losses if loss > 0])
+        y |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     traces = [trace for number, run in enumerate(runs) for trace in _traces(number, run, len(runs), by, divisor, unit)]
     if x.get("type") == "log":  # which has no place for nothing sent
         for trace in traces:
@@ -86,6 +87,20 @@ def _figure(runs: Sequence[RunData], by: str) -> Figure:
 def _far_apart(values: Sequence[float]) -> bool:
     positive = [value for value in values if value > 0]
     return bool(positive) and min(values) >= 0 and max(positive) > _MANY_TIMES * min(positive)
+
+
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    """Return round numbers to write beside a logarithmic axis: 1, 2 and 5 of each power of ten, or fewer.
+
+    >>> _log_ticks([0.3, 8.0])
+    [0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
+    """
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    factors = (1, 2, 5) if high - low <= 3 else (1,)
+    ticks = [float(f"{factor}e{power}") for power in range(low, high + 1) for factor in factors]
+    below = [tick for tick in ticks if tick <= min(values)]
+    above = [tick for tick in ticks if tick >= max(values)]
+    return [tick for tick in ticks if tick >= (below[-1:] or ticks)[0] and tick <= (above or ticks[-1:])[0]]
 
 
 def _traces(number: int, run: RunData, count: int, by: str, divisor: float, unit: str) -> list[Figure]:

@@ -18,9 +18,11 @@ from cadenza.cli.report.communication import bytes_charts, drift_chart, drift_ta
 from cadenza.cli.report.data import RunData, read_runs
 from cadenza.cli.report.formats import count_text
 from cadenza.cli.report.losses import loss_charts, loss_table
-from cadenza.cli.report.summary import comparison_table, event_table, same_loss, summary_tables, tiles
+from cadenza.cli.report.progress import progress_charts
+from cadenza.cli.report.summary import comparison_table, event_table, same_loss, summary_tables, tiles, verdict
 from cadenza.cli.report.tables import Table, text_cell
 from cadenza.cli.report.timeline import timeline_chart, timeline_table
+from cadenza.common.wording import count_workers
 from cadenza.version import __version__
 
 __all__ = ["render", "write_report"]
@@ -88,13 +90,18 @@ def _summary(runs: Sequence[RunData]) -> str:
         "The time and the bytes to the same loss are those of the first evaluation at or below "
         "the lowest held-out loss that all runs reached."
     )  # fmt: skip
-    return _section("summary", "Comparison", comparison_table(runs).html() + _note(note))
+    told, table = verdict(runs), comparison_table(runs).html() + _note(note)
+    if not told:
+        return _section("summary", "Comparison", table)
+    body = f'<p class="verdict">{escape(told)}</p>\n<details><summary>All figures</summary>\n{table}</details>\n'
+    return _section("summary", "Comparison", body)
 
 
 def _losses(runs: Sequence[RunData], charts: list[Chart]) -> str:
     if not any(run.training.steps or run.held_out.steps for run in runs):
         return _section("loss", "Loss", _note("No step has been taken, so there is no loss yet."))
-    return _section("loss", "Loss", _figures(loss_charts(runs), charts) + _tables([loss_table(run) for run in runs]))
+    made = [*loss_charts(runs), *progress_charts(runs)]
+    return _section("loss", "Loss", _figures(made, charts) + _tables([loss_table(run) for run in runs]))
 
 
 def _timelines(runs: Sequence[RunData], charts: list[Chart]) -> str:
@@ -189,7 +196,8 @@ def _figure(chart: Chart) -> str:
         f'<figure class="chart{wide}" aria-labelledby="{chart.id}-title">\n'
         f'<figcaption id="{chart.id}-title">{escape(chart.title)}</figcaption>\n{_views(chart)}{legend}\n'
         f'<div class="frame" role="group" tabindex="0" aria-label="{escape(how)}">'
-        f'<div class="plot" id="{chart.id}" role="img" aria-label="{escape(chart.words)}" data-height="{chart.height}">'
+        f'<div class="plot" id="{chart.id}" role="img" aria-label="{escape(chart.words)}" data-height="{chart.height}" '
+        f'data-linked="{chart.linked}">'
         f"</div></div>\n{caption}</figure>\n"
     )
 
@@ -225,7 +233,7 @@ def _subtitle(runs: Sequence[RunData]) -> str:
     run = runs[0]
     codec = f" with {run.codec}" if run.codec else ""
     began = datetime.fromtimestamp(run.began, UTC).strftime(", begun %Y-%m-%d %H:%M UTC") if run.began else ""
-    workers = f"{run.worker_count} worker{'' if run.worker_count == 1 else 's'}"
+    workers = count_workers(run.worker_count)
     return f"{run.strategy}{codec} on {workers}, {run.steps:,} of {run.planned_steps:,} steps, {run.status}{began}"
 
 

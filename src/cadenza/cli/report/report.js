@@ -44,7 +44,31 @@
     layout.height = Number(plot.dataset.height);
     layout.dragmode = touch ? false : "zoom"; // on a touch screen a finger on a chart scrolls the page
     plot.drawn = true;
-    return Plotly.react(plot, data, layout, options);
+    const drawn = Plotly.react(plot, data, layout, options);
+    if (plot.dataset.linked && !plot.followed) {
+      plot.followed = true;
+      plot.on("plotly_relayout", (change) => follow(plot, change));
+    }
+    return drawn;
+  }
+
+  const linkedTo = (plot) =>
+    plots.filter((other) => other !== plot && other.drawn && plot.dataset.linked && other.dataset.linked === plot.dataset.linked);
+
+  let following = false;
+
+  /** Zoom the charts that are linked to one as it was zoomed. */
+  async function follow(plot, change) {
+    const low = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0];
+    const high = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
+    if (following || (low === undefined && !change["xaxis.autorange"])) return;
+    const update = low === undefined ? { "xaxis.autorange": true } : { "xaxis.range": [low, high] };
+    following = true;
+    try {
+      await Promise.all(linkedTo(plot).map((other) => Plotly.relayout(other, update)));
+    } finally {
+      following = false;
+    }
   }
 
   const redraw = () => plots.filter((plot) => plot.drawn).forEach(draw);
@@ -88,7 +112,7 @@
       const plot = frame.firstElementChild;
       if (event.ctrlKey || event.metaKey || event.altKey || !plot.drawn) return;
       if (event.key === "0") {
-        draw(plot);
+        [plot, ...linkedTo(plot)].forEach(draw);
       } else if (event.key in moves) {
         const [low, high] = plot.layout.xaxis.range;
         const [by, to] = moves[event.key];

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-__all__ = ["Span", "filled", "minus", "total", "union", "within"]
+__all__ = ["Span", "filled", "lives", "minus", "total", "union", "within"]
 
 Span: TypeAlias = tuple[float, float]
 
@@ -79,3 +79,20 @@ def filled(spans: Iterable[Span], end: float, bins: int) -> list[float]:
         for number in range(min(bins - 1, int(start / width)), min(bins - 1, int(stop / width)) + 1):
             seconds[number] += max(0.0, min(stop, (number + 1) * width) - max(start, number * width))
     return [min(1.0, value / width) for value in seconds]
+
+
+def lives(lines: Iterable[tuple[str, float]]) -> list[Span]:
+    """Return when a worker was there, by the kinds and times of its lines: from each start to its last own line.
+
+    Events are not its own: others write them, once it is dead.
+
+    >>> lives([("start", 0.0), ("step", 3.0), ("event", 4.0), ("start", 6.0), ("end", 9.0)])
+    [(0.0, 3.0), (6.0, 9.0)]
+    """
+    found: list[Span] = []
+    for kind, time in lines:
+        if kind == "start" or not found:
+            found.append((time if found else 0.0, time))
+        elif kind != "event":
+            found[-1] = found[-1][0], max(found[-1][1], time)
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from html import escape
 
 from cadenza.cli.report.data import Event, RunData
@@ -18,9 +19,25 @@ from cadenza.cli.report.formats import (
 )
 from cadenza.cli.report.tables import Cell, Table, named_cell, number_cell, text_cell
 
-__all__ = ["comparison_table", "event_table", "same_loss", "summary_tables", "tiles"]
+__all__ = ["comparison_table", "event_table", "same_loss", "summary_tables", "tiles", "verdict"]
 
 _LOSSES, _RESULTS = 3, 10  # of the figures, how many tell of the loss and of all that came of a run
+# The rows in which one run is better than another, by how their names begin, and what the best one is.
+_BEST: dict[str, Callable[[Iterable[float]], float]] = {
+    "held-out loss": min,
+    "training loss": min,
+    "time": min,
+    "sent": min,
+    "standing still": min,
+    "tokens a second": max,
+    "samples a second": max,
+}
+_VERDICT = {
+    "held-out loss, lowest": "the lowest held-out loss",
+    "time to held-out loss": "the shortest time to the loss that all reached",
+    "sent to held-out loss": "the fewest bytes to it",
+    "standing still, of the time": "the least standing still",
+}
 _STATUS = {"unfinished": "unfinished (still running, or killed)"}
 
 
@@ -33,7 +50,7 @@ def tiles(run: RunData) -> str:
         (loss[0], loss_text(loss[1]), before),
         ("Sent by a worker", bytes_text(run.bytes_sent), f"{ratio_text(run.bytes_sent, run.ddp_bytes)} of DDP’s bytes"),
         ("Time", seconds_text(run.seconds), f"{count_text(run.samples_per_s)} {run.unit}/s, all workers"),
-        ("Standing still", share_text(run.stall_s, run.seconds), f"{seconds_text(run.stall_s)} in all"),
+        ("Standing still", share_text(run.stall_s, run.seconds), _in_all(run.stall_s)),
     ]
     return "".join(
         f'<li><span class="tile-name">{escape(name)}</span> <strong>{escape(value)}</strong> '
@@ -62,8 +79,23 @@ def comparison_table(runs: Sequence[RunData]) -> Table:
                 (f"time to held-out loss {loss_text(target)} (s)", number_cell(seconds, seconds_text)),
                 (f"sent to held-out loss {loss_text(target)} (bytes)", number_cell(sent, bytes_text)),
             ]
-    rows = [[named_cell(figures[0][0]), *(cell for _, cell in figures)] for figures in zip(*columns, strict=True)]
+    rows = []
+    for figures in zip(*columns, strict=True):
+        name, cells = figures[0][0], [cell for _, cell in figures]
+        rows.append([named_cell(name), *_with_best(name, cells)])
     return Table("The runs beside each other", ("figure", *(run.name for run in runs)), rows, "beside")
+
+
+def verdict(runs: Sequence[RunData]) -> str:
+    """Return in a sentence or two which run is the best at what."""
+    table = comparison_table(runs)
+    found: dict[str, list[str]] = {}
+    for heading, *cells in table.rows:
+        name = next((text for start, text in _VERDICT.items() if heading.text.startswith(start)), "")
+        for run, cell in zip(runs, cells, strict=True):
+            if cell.best and name:
+                found.setdefault(run.name, []).append(f"{name} ({cell.text})")
+    return " ".join(f"{name} has {_listed(best)}." for name, best in found.items())
 
 
 def same_loss(runs: Sequence[RunData]) -> float | None:
@@ -95,7 +127,8 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
     held_out = run.held_out.finite_ends()
     lowest = min(filter(math.isfinite, run.held_out.losses), default=None)
     share = run.bytes_sent / run.ddp_bytes if run.ddp_bytes else None
-    still = round(run.stall_s / run.seconds, 6) if run.seconds else None
+    stall_s = run.stall_s
+    still = round(stall_s / run.seconds, 6) if run.seconds and stall_s is not None else None
     rate = run.samples_per_s
     return [
         ("held-out loss, last", number_cell(held_out[1] if held_out else None, loss_text)),
@@ -105,7 +138,7 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
         ("sent by a worker (bytes)", number_cell(run.bytes_sent, bytes_text)),
         ("DDP would have sent (bytes)", number_cell(run.ddp_bytes or None, bytes_text)),
         ("sent, of DDP’s bytes", Cell(ratio_text(run.bytes_sent, run.ddp_bytes), share)),
-        ("standing still (s)", number_cell(round(run.stall_s, 4), seconds_text)),
+        ("standing still (s)", number_cell(None if stall_s is None else round(stall_s, 4), seconds_text)),
         ("standing still, of the time", Cell(share_text(run.stall_s, run.seconds), still)),
         (f"{run.unit} a second, all workers", number_cell(None if rate is None else round(rate, 1), count_text)),
         ("steps", Cell(f"{run.steps:,} of {run.planned_steps:,}", run.steps)),
@@ -117,6 +150,29 @@ def _figures(run: RunData) -> list[tuple[str, Cell]]:
         ("parameters", number_cell(run.parameters, count_text)),
         ("checkpoints", number_cell(len(run.reference.checkpoints), count_text)),
     ]
+
+
+def _in_all(seconds: float | None) -> str:
+    return "inside backward(), not measured" if seconds is None else f"{seconds_text(seconds)} in all"
+
+
+def _with_best(name: str, cells: Sequence[Cell]) -> list[Cell]:
+    """Return a row with the best of its cells marked, if one is better than another."""
+    wanted = next((choose for start, choose in _BEST.items() if name.startswith(start)), None)
+    values = [cell.value for cell in cells if isinstance(cell.value, int | float) and math.isfinite(cell.value)]
+    if wanted is None or len(set(values)) < 2:
+        return list(cells)
+    best = wanted(values)
+    return [replace(cell, best=cell.value == best) for cell in cells]
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence.
+
+    >>> _listed(["a"]), _listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _count(count: int, some: int, what: str) -> Cell:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 __all__ = ["Cell", "Table", "named_cell", "number_cell", "text_cell"]
@@ -18,7 +18,7 @@ __all__ = ["Cell", "Table", "named_cell", "number_cell", "text_cell"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text, and the exact value that is copied.
+    """One cell: its text, the exact value that is copied, and whether it is the best of its row.
 
     >>> Cell("12.3 MB", 12345678).value
     12345678
@@ -27,6 +27,7 @@ class Cell:
     text: str
     value: float | str | None
     numeric: bool = True
+    best: bool = field(default=False, repr=False)
 
 
 def text_cell(text: str) -> Cell:
@@ -102,5 +103,6 @@ def _cell(cell: Cell, heading: bool) -> str:
     if isinstance(cell.value, float) and math.isnan(cell.value):
         value = "nan"
     tag, scope = ("th", ' scope="row"') if heading else ("td", "")
-    exact = "" if value == cell.text else f' data-value="{escape(value)}"'
-    return f"<{tag}{scope}{_numeric(cell.numeric)}{exact}>{escape(cell.text)}</{tag}>"
+    exact = "" if value == cell.text and not cell.best else f' data-value="{escape(value)}"'
+    text = f'<strong class="best">{escape(cell.text)}</strong>' if cell.best else escape(cell.text)
+    return f"<{tag}{scope}{_numeric(cell.numeric)}{exact}>{text}</{tag}>"

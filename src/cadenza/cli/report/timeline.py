@@ -44,7 +44,7 @@ def activity(worker: WorkerData) -> Activity:
     standing = union((max(0.0, round_.landed - round_.stall_s), round_.landed) for round_ in worker.rounds)
     flights = union((round_.launched, min(round_.launched + round_.wire_s, round_.landed)) for round_ in worker.rounds)
     wire = minus(flights, standing)
-    computing = minus([(0.0, worker.end_s)] if worker.end_s > 0 else [], union([*standing, *wire]))
+    computing = minus(union(worker.alive), union([*standing, *wire]))
     return Activity(computing, wire, standing, flights, worker.end_s)
 
 
@@ -58,6 +58,8 @@ def timeline_chart(number: int, run: RunData, several: bool) -> Chart | None:
     views = [_whole(workers, acts), *_close_ups(run, workers, acts)]
     keys = [Key(label, name, "box") for name, label in reversed(_STATES)]
     note = "Standing still is drawn up to a round's landing. Evaluations and checkpoints count as computing."
+    if any(len(worker.alive) > 1 for worker in workers):
+        note += " A gap is a time in which a worker was dead, or starting again."
     if len(run.workers) > _ROWS:
         note += f" The first {_ROWS} of {len(run.workers)} workers are drawn; the table has them all."
     height = 64 + 66 * len(workers)

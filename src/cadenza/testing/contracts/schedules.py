@@ -123,8 +123,10 @@ def _check_turns(contract: Contract, schedule: Schedule) -> None:
         apart = len(set(firsts)) == count and all(1 <= first <= period for first in firsts)
         contract.holds(apart, f"{count} fragments take turns within the first period; they begin at steps {firsts}")
     for index, count in ((0, period + 1), (-1, 1), (1, 1)):
-        refused = _refuses(schedule, index, count)
-        contract.holds(refused, f"staggered({index}, {count}) is refused with a ValueError: the period is {period}")
+        fits = _refuses(schedule, index, count) or schedule.staggered(index, count).shortest_gap >= count > index >= 0
+        contract.holds(
+            fits, f"staggered({index}, {count}) is refused with a ValueError or makes room: the period is {period}"
+        )
 
 
 def _counts(schedule: Schedule) -> list[int]:
