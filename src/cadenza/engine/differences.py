@@ -27,7 +27,7 @@ def take_differences(
     sketch: Sketch | None = None,
     marked: bool = True,
 ) -> tuple[float, int]:
-    """Write the differences of flat tensors to `outs`, which may be one side of them, and into a sketch if there is one.
+    """Write differences of flat tensors to `outs`, which may be one side of them, and into a sketch if there is one.
 
     Returns:
         The squared norm of all differences, and the checksum of the minuends, if they are to be `marked` by it, or 0.
