@@ -9,7 +9,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -95,7 +95,7 @@ def strategies(job: Job) -> tuple[str, str]:
     }
     if job.workers % 2 == 0:
         pairs = [[rank, rank + 1] for rank in range(0, job.workers, 2)]
-        levels = {2: pairs, 6: [list(range(job.workers))]}
+        levels: dict[int, Sequence[Sequence[int]]] = {2: pairs, 6: [list(range(job.workers))]}
         cases["hierarchical"] = (
             cadenza.hierarchical({2: 2, 6: "all"}),
             lambda w: references.hierarchical(w, STEPS, levels=levels),
