@@ -7,8 +7,6 @@ would matter run along rows or are of whole numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -35,17 +33,17 @@ _EVEN = tl.constexpr(1.5 * 2.0**23)  # added to a small number and taken away ag
 
 
 @triton.jit
-def _bits(number: Any) -> Any:
+def _bits(number: tl.tensor) -> tl.tensor:
     return number.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _number(bits: Any) -> Any:
+def _number(bits: tl.tensor) -> tl.tensor:
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _load_words(places: Any, inside: Any) -> Any:
+def _load_words(places: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Read 32 bits at each of some places, a byte at a time."""
     one = tl.load(places, mask=inside, other=0).to(tl.int32)
     two = tl.load(places + 1, mask=inside, other=0).to(tl.int32)
@@ -55,7 +53,7 @@ def _load_words(places: Any, inside: Any) -> Any:
 
 
 @triton.jit
-def _store_words(places: Any, bits: Any, inside: Any) -> None:
+def _store_words(places: tl.tensor, bits: tl.tensor, inside: tl.tensor) -> None:
     """Write 32 bits at each of some places, a byte at a time."""
     for byte in tl.static_range(4):
         tl.store(places + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=inside)
@@ -66,7 +64,13 @@ def _store_words(places: Any, bits: Any, inside: Any) -> None:
 
 @triton.jit
 def int8_encode(
-    values: Any, data: Any, count: Any, block: Any, blocks: Any, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    values: tl.tensor,
+    data: tl.tensor,
+    count: tl.tensor,
+    block: tl.tensor,
+    blocks: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
@@ -86,12 +90,12 @@ def int8_encode(
 
 @triton.jit
 def int8_decode(
-    out: Any,
-    data: Any,
-    weight: Any,
-    count: Any,
-    block: Any,
-    blocks: Any,
+    out: tl.tensor,
+    data: tl.tensor,
+    weight: tl.tensor,
+    count: tl.tensor,
+    block: tl.tensor,
+    blocks: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
@@ -114,12 +118,12 @@ def int8_decode(
 
 
 @triton.jit
-def _nearest_power(number: Any) -> Any:
+def _nearest_power(number: tl.tensor) -> tl.tensor:
     return _number((_bits(number) + _HALF) & _POWER)
 
 
 @triton.jit
-def _first_scale(ratio: Any) -> Any:
+def _first_scale(ratio: tl.tensor) -> tl.tensor:
     bits = _bits(tl.where(ratio > _LEAST, ratio, _LEAST))
     mantissa = bits & 0x7FFFFF
     above = (mantissa >= 0x1837F1).to(tl.int32) + (mantissa >= 0x3504F4).to(tl.int32)
@@ -128,7 +132,7 @@ def _first_scale(ratio: Any) -> Any:
 
 
 @triton.jit
-def _code(scaled: Any) -> Any:
+def _code(scaled: tl.tensor) -> tl.tensor:
     bits = _bits(scaled)
     magnitude = bits & _MAGNITUDE
     exponent = tl.minimum(tl.maximum(((magnitude + _HALF) >> 23) - 120, 1), 7)
@@ -136,20 +140,20 @@ def _code(scaled: Any) -> Any:
 
 
 @triton.jit
-def _level(code: Any) -> Any:
+def _level(code: tl.tensor) -> tl.tensor:
     exponent = code & 7
     return _number(tl.where(exponent > 0, (exponent + 120) << 23, 0) | ((code & 8) << 28))
 
 
 @triton.jit
 def e3m0_encode(
-    values: Any,
-    scales: Any,
-    fine: Any,
-    codes: Any,
-    powers: Any,
-    groups: Any,
-    blocks: Any,
+    values: tl.tensor,
+    scales: tl.tensor,
+    fine: tl.tensor,
+    codes: tl.tensor,
+    powers: tl.tensor,
+    groups: tl.tensor,
+    blocks: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -193,14 +197,14 @@ def e3m0_encode(
 
 @triton.jit
 def e3m0_decode(
-    out: Any,
-    scales: Any,
-    fine: Any,
-    codes: Any,
-    inverses: Any,
-    weight: Any,
-    groups: Any,
-    blocks: Any,
+    out: tl.tensor,
+    scales: tl.tensor,
+    fine: tl.tensor,
+    codes: tl.tensor,
+    inverses: tl.tensor,
+    weight: tl.tensor,
+    groups: tl.tensor,
+    blocks: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
@@ -229,7 +233,9 @@ def e3m0_decode(
 
 
 @triton.jit
-def topk_choose(values: Any, chosen: Any, places: Any, width: Any, kept: Any, WIDTH: tl.constexpr) -> None:
+def topk_choose(
+    values: tl.tensor, chosen: tl.tensor, places: tl.tensor, width: tl.tensor, kept: tl.tensor, WIDTH: tl.constexpr
+) -> None:
     """Write the values of the largest magnitudes and their places, in their order; of equal ones the first."""
     chunk = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
@@ -249,18 +255,18 @@ def topk_choose(values: Any, chosen: Any, places: Any, width: Any, kept: Any, WI
 
 
 @triton.jit
-def _mean(total: Any, count: Any) -> Any:
+def _mean(total: tl.tensor, count: tl.tensor) -> tl.tensor:
     return tl.div_rn(total.to(tl.float32), tl.maximum(count, 1).to(tl.float32))
 
 
 @triton.jit
-def _bf16_bits(number: Any) -> Any:
+def _bf16_bits(number: tl.tensor) -> tl.tensor:
     bits = _bits(number)  # of a number that is not negative
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @triton.jit
-def _scales(number: Any, inside: Any, kept: Any, LEVELS: tl.constexpr) -> Any:
+def _scales(number: tl.tensor, inside: tl.tensor, kept: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
     """Return low and step of whole numbers."""
     least = tl.min(tl.where(inside, number, _MAGNITUDE), axis=0)
     if LEVELS == 2:
@@ -284,7 +290,9 @@ def _scales(number: Any, inside: Any, kept: Any, LEVELS: tl.constexpr) -> Any:
 
 
 @triton.jit
-def topk_write(chosen: Any, places: Any, data: Any, kept: Any, BITS: tl.constexpr, KEPT: tl.constexpr) -> None:
+def topk_write(
+    chosen: tl.tensor, places: tl.tensor, data: tl.tensor, kept: tl.tensor, BITS: tl.constexpr, KEPT: tl.constexpr
+) -> None:
     """Write the bytes of values that were chosen."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     EACH: tl.constexpr = 8 // BITS
@@ -328,11 +336,11 @@ def topk_write(chosen: Any, places: Any, data: Any, kept: Any, BITS: tl.constexp
 
 @triton.jit
 def topk_decode(
-    data: Any,
-    out: Any,
-    weight: Any,
-    width: Any,
-    kept: Any,
+    data: tl.tensor,
+    out: tl.tensor,
+    weight: tl.tensor,
+    width: tl.tensor,
+    kept: tl.tensor,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     ADD: tl.constexpr,
@@ -356,7 +364,7 @@ def topk_decode(
     low = _number(words << 16)
     step = _number(words & -65536)
     size = (code & (LEVELS - 1)).to(tl.float32) * step + low
-    value = tl.where(code >= LEVELS, -size, size)
+    value = _number(_bits(size) | tl.where(code >= LEVELS, -0x80000000, 0))  # the sign of zeros counts, too
     places = out + chunk * width + place
     if ADD:
         value = tl.load(places, mask=inside, other=0.0) + value * weight

@@ -16,13 +16,13 @@ from typing import Any
 
 from cadenza.common.later import torch
 
-__all__ = ["TritonKernels", "kernels", "triton_version"]
+__all__ = ["EXACT", "TritonKernels", "kernels", "triton_version"]
 
 _GROUP = 16  # values of E3M0 that share a fine scale
 _TILE = 2048  # values that a program of int8 works on
 _GROUPS_TILE = 256  # groups that a program of E3M0 works on
 # Rounding must be the same on every machine: no multiply-add, where torch's operations have none.
-_EXACT = {"enable_fp_fusion": False}
+EXACT = {"enable_fp_fusion": False}
 _logger = logging.getLogger("cadenza")
 
 
@@ -84,7 +84,7 @@ class TritonKernels:
             with _on(values):
                 self._kernels.topk_choose[(chunks,)](part, chosen, places, width, count, WIDTH=_power(width))
                 self._kernels.topk_write[(chunks,)](
-                    chosen, places, data, count, BITS=bits, KEPT=max(_power(count), 8), **_EXACT
+                    chosen, places, data, count, BITS=bits, KEPT=max(_power(count), 8), **EXACT
                 )
 
     def topk_decode(
@@ -102,7 +102,7 @@ class TritonKernels:
         for part, row_data, width, count in _chunks(out, data, chunk, kept, bits):
             with _on(out):
                 self._kernels.topk_decode[(part.numel() // width,)](
-                    row_data, part, weight or 0.0, width, count, BITS=bits, KEPT=_power(count), ADD=add, **_EXACT
+                    row_data, part, weight or 0.0, width, count, BITS=bits, KEPT=_power(count), ADD=add, **EXACT
                 )
 
     def _int8(
@@ -115,7 +115,7 @@ class TritonKernels:
         if blocks:
             with _on(values):
                 kernel[(-(-blocks // rows),)](
-                    values, data, *weight, count, block, blocks, ROWS=rows, WIDTH=width, **options, **_EXACT
+                    values, data, *weight, count, block, blocks, ROWS=rows, WIDTH=width, **options, **EXACT
                 )
 
     def _e3m0(
@@ -136,7 +136,7 @@ class TritonKernels:
             sizes = {"ROWS": rows, "WIDTH": width}
             with _on(values):
                 kernel[(-(-blocks // rows),)](
-                    values, data, fine, codes, table, *weight, groups, blocks, **sizes, **options, **_EXACT
+                    values, data, fine, codes, table, *weight, groups, blocks, **sizes, **options, **EXACT
                 )
         return blocks * block
 

@@ -1,4 +1,4 @@
-"""Triton's kernels in its interpreter: bit for bit what torch's operations and the machine code give.
+"""Triton's kernels without a GPU: their bits in its interpreter, and what its compilers make of them for GPUs.
 
 The interpreter must be chosen before Triton is imported, so that all of it runs in a process of its own.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +98,80 @@ def test_a_device_on_which_nothing_compiles_has_torchs_operations() -> None:
 def test_triton_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CADENZA_TRITON", "0")
     assert triton_launch.triton_version() is None
+
+
+VALUES, BYTES, COUNT, WEIGHT = "*fp32", "*u8", "i32", "fp32"
+SIGNATURES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "int8_encode": (
+        {"values": VALUES, "data": BYTES, "count": COUNT, "block": COUNT, "blocks": COUNT},
+        {"ROWS": 8, "WIDTH": 256},
+    ),
+    "int8_decode": (
+        {"out": VALUES, "data": BYTES, "weight": WEIGHT, "count": COUNT, "block": COUNT, "blocks": COUNT},
+        {"ROWS": 8, "WIDTH": 256, "ADD": True},
+    ),
+    "e3m0_encode": (
+        {"values": VALUES, "scales": BYTES, "fine": BYTES, "codes": BYTES, "powers": VALUES}
+        | {"groups": COUNT, "blocks": COUNT},
+        {"ROWS": 4, "WIDTH": 32},
+    ),
+    "e3m0_decode": (
+        {"out": VALUES, "scales": BYTES, "fine": BYTES, "codes": BYTES, "inverses": VALUES, "weight": WEIGHT}
+        | {"groups": COUNT, "blocks": COUNT},
+        {"ROWS": 4, "WIDTH": 32, "ADD": True},
+    ),
+    "topk_choose": (
+        {"values": VALUES, "chosen": VALUES, "places": "*i16", "width": COUNT, "kept": COUNT},
+        {"WIDTH": 512},
+    ),
+    "topk_write": (
+        {"chosen": VALUES, "places": "*i16", "data": BYTES, "kept": COUNT},
+        {"BITS": 2, "KEPT": 64},
+    ),
+    "topk_decode": (
+        {"data": BYTES, "out": VALUES, "weight": WEIGHT, "width": COUNT, "kept": COUNT},
+        {"BITS": 2, "KEPT": 64, "ADD": True},
+    ),
+}
+
+
+def compiled(name: str, backend: str, architecture: int | str, lanes: int) -> dict[str, Any]:
+    """What Triton makes of a kernel for a GPU that need not be here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from cadenza.codecs import triton_kernels
+
+    kernel, (signature, sizes) = getattr(triton_kernels, name), SIGNATURES[name]
+    source = ASTSource(
+        kernel,
+        signature={**signature, **dict.fromkeys(sizes, "constexpr")},
+        constexprs={(kernel.arg_names.index(size),): value for size, value in sizes.items()},
+    )
+    made = triton.compile(source, target=GPUTarget(backend, architecture, lanes), options=triton_launch.EXACT)
+    return dict(made.asm)
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_kernels_compile_for_cuda_and_round_every_product_and_quotient(name: str) -> None:
+    made = compiled(name, "cuda", 80, 32)
+    assert made["cubin"]
+    assert not re.findall(r"\b(?:fma|mad)\.\w*\.?f32", made["ptx"])  # rounds a product and a sum at once
+    assert set(re.findall(r"\b(?:div|rcp|ex2|lg2)\.[\w.]*f32", made["ptx"])) <= {"div.rn.f32"}
+    assert ".ftz" not in made["ptx"]  # subnormal numbers count
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("name", ["int8_encode", "int8_decode", "e3m0_decode", "topk_write", "topk_decode"])
+def test_kernels_compile_for_rocm(name: str) -> None:
+    made = compiled(name, "hip", "gfx942", 64)
+    assert made["hsaco"]
+    if "decode" in name:  # a division is made of such instructions, which round as it must
+        assert not re.findall(r"v_(?:fma|mad|fmac|mac)_f32", made["amdgcn"])

@@ -50,7 +50,7 @@ def _try(plan: Plan, number: int, trial: Trial, rank: int, store: dist.Store) ->
 def _meeting(plan: Plan, number: int, trial: Trial, job: Job, store: dist.Store) -> Iterator[None]:
     """Have a process group for one trial: whatever fails in it, the next one has its own."""
     if job.device.type != "cpu":
-        torch.accelerator.set_device_index(job.device.index)
+        torch.get_device_module(job.device).set_device(job.device)
     os.environ["CADENZA_SHARED_MEMORY"] = "1" if trial.setup.way == SHARED_MEMORY else "0"
     if PARTS[trial.part].elastic:
         yield
