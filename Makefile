@@ -1,7 +1,9 @@
 # Everything a contributor runs. `make help` lists it. Needs Python 3.11 or newer and make; the rest lands in .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV   ?= .venv
+# `make test TORCH=2.9.1` tests against another torch than that of constraints.txt, in an environment of its own.
+TORCH  ?=
+VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -19,7 +21,7 @@ install: $(STAMP) ## make .venv and install Cadenza into it, editable, with its 
 train: $(STAMP) ## train a small GPT on 4 workers that meet every 16 steps, and draw a report (ARGS="…" go to cadenza train)
 	$(BIN)/cadenza train $(ARGS)
 
-test: $(STAMP) ## run all tests and the doctests of src/cadenza, on all cores (ARGS="-k name" to choose)
+test: $(STAMP) ## run all tests and the doctests of src/cadenza, on all cores (ARGS="-k name" to choose, TORCH=2.9.1 for another torch)
 	$(VENV_PYTHON) -m pytest -n auto --dist loadgroup $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the direction of imports; changes nothing
@@ -43,14 +45,16 @@ docs: $(STAMP) ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what was built or cached, and .venv
-	rm -rf $(VENV) .venv-race build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-race .venv-torch-* build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_PYTHON):
 	$(PYTHON) -m venv $(VENV)
 
 # The build tools go in first, so that the editable install needs no isolated environment (which would ignore -c).
+# Another torch comes last, past the bounds of whoever depends on it; it brings the Triton that belongs to it, or none.
 $(STAMP): pyproject.toml constraints.txt | $(VENV_PYTHON)
 	$(VENV_PYTHON) -m pip install --quiet -c constraints.txt hatchling editables
 	$(VENV_PYTHON) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(if $(TORCH),$(VENV_PYTHON) -m pip install --quiet torch==$(TORCH))
 	@touch $@

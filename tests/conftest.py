@@ -14,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatever the configuration
 
 from cadenza.codecs import native
+from cadenza.codecs.kernels import using
 from cadenza.participants.name_lookup import use_hosts_file_only
 from support.ranks import RankPool
 
@@ -60,10 +61,10 @@ def ranks(rank_pool: RankPool) -> RankPool:
     return rank_pool
 
 
-@pytest.fixture(params=["machine code", "torch"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The codecs' kernels, compiled, and in torch's operations."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "kernels", lambda: None)
-    elif native.kernels() is None:
+@pytest.fixture(params=["native", "torch"])
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The codecs' kernels, compiled, and in torch's operations; test_triton.py has Triton's."""
+    if request.param == "native" and native.kernels() is None:
         pytest.skip("needs a C compiler")
+    with using(request.param):
+        yield

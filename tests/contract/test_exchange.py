@@ -19,9 +19,10 @@ from cadenza.codecs import Codec
 from cadenza.engine.exchange import Residual, exchange_mean
 from cadenza.engine.staged_exchange import exchange_staged, stage_part
 from cadenza.participants.level_group import Stage
+from cadenza.testing.encoded_mean import EncodedMean, row_of
+from cadenza.testing.references import mean
 from cadenza.transports import C10dTransport, Transport, connect
 from cadenza.transports.shared_memory import SharedMemoryTransport
-from support.algorithms import EncodedMean, mean, row_of
 from support.compare import same_bits
 from support.ranks import RankPool
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cadenza
 from cadenza import LevelPlan, Strategy
-from support.algorithms import Nesterov, flat
+from cadenza.testing.references import Nesterov, flat
 from support.compare import same_bits
 from support.models import CASES
 from support.ranks import RankPool

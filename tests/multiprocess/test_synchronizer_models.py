@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cadenza
 from cadenza import LevelPlan, Strategy, Topology, codecs
-from support import algorithms
-from support.algorithms import Workers
+from cadenza.testing import references as algorithms
+from cadenza.testing.references import Workers
 from support.compare import assert_same_on_ranks, same_bits
 from support.models import CASES
 from support.ranks import RankPool, outcome

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import cadenza
 from cadenza import LevelPlan, RoundReport, Strategy, codecs
 from cadenza.engine.header import HEADER_BYTES
-from support import algorithms
-from support.algorithms import Workers
+from cadenza.testing import references as algorithms
+from cadenza.testing.references import Workers
 from support.compare import same_bits
 from support.models import CASES
 from support.ranks import RankPool, outcome

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs
-from support import algorithms
-from support.algorithms import Workers
+from cadenza.testing import references as algorithms
+from cadenza.testing.encoded_mean import EncodedMean
+from cadenza.testing.references import Workers
 from support.compare import same_bits
 from support.models import CASES
 from support.ranks import RankPool
@@ -165,7 +166,7 @@ def staged_int8(codec: Any, pairs: list[list[torch.Tensor]]) -> torch.Tensor:
     parts = []
     for start in (0, half):
         sums = [algorithms.mean([x[start : start + half] for x in pair]) * 0.5 for pair in pairs]
-        parts.append(algorithms.EncodedMean(codec, 2, sums[0].numel())(sums, [1.0, 1.0]))
+        parts.append(EncodedMean(codec, 2, sums[0].numel())(sums, [1.0, 1.0]))
     return torch.cat(parts)
 
 

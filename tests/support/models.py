@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cadenza.testing.trajectories import small_model
+
 _SEEDED = threading.Lock()  # torch's global random numbers are shared by workers that are threads
 
 
@@ -58,10 +60,6 @@ def _tokens(generator: torch.Generator) -> torch.Tensor:
 
 def _mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).float().square().mean()
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def _conv() -> nn.Module:
@@ -112,7 +110,7 @@ class MixedPrecision(nn.Module):
 
 
 def _frozen() -> nn.Module:
-    model = _mlp()
+    model = small_model()
     model.get_submodule("0").requires_grad_(False)
     model.get_submodule("4").bias.requires_grad_(False)
     return model
@@ -140,12 +138,12 @@ def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 CASES = {
     case.name: case
     for case in (
-        Case("mlp", _mlp, _vectors, _mean_square),
+        Case("mlp", small_model, _vectors, _mean_square),
         Case("conv_channels_last", _conv, _images, _mean_square),
         Case("tied_transformer", TiedTransformer, _tokens, _next_token),
         Case("mixed_bf16", MixedPrecision, _vectors, _mean_square, exact=False),
         Case("frozen", _frozen, _vectors, _mean_square),
-        Case("param_groups", _mlp, _vectors, _mean_square, groups=_decay_groups),
+        Case("param_groups", small_model, _vectors, _mean_square, groups=_decay_groups),
         Case("unused_branch", UnusedBranch, _vectors, _mean_square),
     )
 }

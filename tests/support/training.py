@@ -12,15 +12,10 @@ from torch import nn
 
 import cadenza
 from cadenza import RoundReport, Strategy, Synchronizer
+from cadenza.testing.references import flat
+from cadenza.testing.trajectories import LR, momentum_sgd
 from cadenza.transports.c10d_group import group_of
-from support.algorithms import flat
 from support.models import CASES
-
-LR = 0.1
-
-
-def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, momentum=0.9)
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(cadenza.__path__, "cadenza.")
     if not module.name.startswith(
-        ("cadenza.integrations", "cadenza.cli", "cadenza.training")
+        ("cadenza.integrations", "cadenza.cli", "cadenza.training", "cadenza.codecs.triton_kernels")
     )  # optional imports live there
 )
 

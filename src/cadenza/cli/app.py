@@ -19,6 +19,7 @@ from cadenza.cli.export import export
 from cadenza.cli.failures import exit_code, explain
 from cadenza.cli.plan import plan
 from cadenza.cli.report.command import report
+from cadenza.cli.selftest import selftest
 from cadenza.cli.train import train
 from cadenza.errors import CadenzaError
 from cadenza.version import __version__
@@ -44,6 +45,8 @@ Ctrl-C saves; **cadenza train --resume RUN** goes on. **cadenza report RUN…** 
 
 **cadenza export RUN model.safetensors** writes the trained model, for plain PyTorch or transformers.
 
+**cadenza selftest** tries on this machine whether all of it works, on each device; its JSON goes into a bug report.
+
 Exit codes: 0 done, 1 the training failed, 2 bad input, 130 interrupted. `--debug` shows where an error comes from.
 """
 
@@ -54,7 +57,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, report, plan, export, doctor, bench):
+for command in (train, report, plan, export, doctor, bench, selftest):
     app.command()(command)
 
 

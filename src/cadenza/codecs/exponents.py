@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -9,12 +10,12 @@ from typing import ClassVar
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
-from cadenza.codecs.native import kernels_for
+from cadenza.codecs.kernels import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 from cadenza.common.checks import check_whole_number
 from cadenza.common.later import torch
 
-__all__ = ["e3m0"]
+__all__ = ["e3m0", "inverses", "powers"]
 
 _GROUP = 16  # values that share a fine scale
 _FINE = 2.0**0.25  # from one fine scale to the next
@@ -22,8 +23,14 @@ _NOTHING = 2.0**-100  # blocks whose largest magnitude is below this lose their 
 _LEAST = 2.0**-64  # the smallest fine scale; the logarithm of zero would take ten times as long
 _MOST = float.fromhex("0x1.fffffep127")  # that float32 has
 _AWAY = 2.0**-24  # keeps a number whose inverse is taken from fp32's end, where the inverse would lose its digits
-_SHIFT = 2.0**-8  # brings the largest level to exponent 7 of half precision, and what is below the smallest to 0
+_SHIFT = 2.0**8  # what brings exponents 1 to 7 of half precision to the levels
 _POWER = -0x800000  # the bits of an fp32 number that are its sign and its exponent
+_MAGNITUDE = 0x7FFFFFFF  # those that are not its sign
+_MANTISSA = 0x7FFFFF
+_HALF = 1 << 22  # half a unit of the exponent: added to a number's bits, it makes its power of two the nearest one
+_QUARTERS = (0x1837F1, 0x3504F4, 0x5744FD)  # the mantissas of 2^¼, 2^½ and 2^¾
+_SMALLEST = 0x3C000000  # the bits of 2^-7, below which a value in units of its scale is zero
+_NEXT = float.fromhex("0x1.6a09e8p-1")  # 1 / 2^½ as fp32 rounds 1 / (2^¼ · 2^¼)
 
 
 def e3m0(*, block: int = 512, back: Codec | None = None) -> Codec:
@@ -38,9 +45,9 @@ def e3m0(*, block: int = 512, back: Codec | None = None) -> Codec:
       shorter, and has fewer groups if it has fewer than 32 values; zeros fill its groups up to an equal size.
     - *Choice of the scale*: of the two that lie between 2^-¼ and 2^¼ times the group's largest magnitude, the one that
       loses less in the sum of squares.
-    - *Rounding*: to the nearest level, halves away from zero; in torch, decided on a half-precision number, so
-      that within 2^-10 of a half either neighbour may be taken. Below 1/128 of the scale: zero. So a value loses at
+    - *Rounding*: to the nearest level, halves away from zero. Below 1/128 of the scale: zero. So a value loses at
       most a third of itself, or 1/107 of the largest magnitude in its group.
+    - *Not finite*: a block with such a value comes back as NaN.
     - *Bytes*: a value is the four bits `s e e e`. In a block of n values, byte j holds value j in its low half and
       value j + n/2 in its high half. First come all t, then all c, then all values. 0.143 of fp32's bytes.
 
@@ -84,50 +91,37 @@ class Exponents:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
-        if kernels := kernels_for(values, out):
-            scratch = torch.empty(3 * self.block)
-            kernels.e3m0_encode(values.data_ptr(), values.numel(), self.block, out.data_ptr(), scratch.data_ptr())
-            return
-        one = two = wide = halves = signs = None
-        for rows, codes, fine, scale_bytes in self._pieces(values, out):
+        kernels = kernels_for(values, out)
+        done = kernels.e3m0_encode(values, self.block, out) if kernels else 0
+        one = two = wide = other = None
+        for rows, codes, fine, scale_bytes in self._pieces(values, out, done):
             missing = 2 * codes.shape[1] - rows.shape[1]
             whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
             one, two = like(one, whole), like(two, whole)
-            wide = like(wide, whole, torch.int32)
-            halves = like(halves, whole, torch.float16)
-            signs = like(signs, whole, torch.int16)
+            wide, other = like(wide, whole, torch.int32), like(other, whole, torch.int32)
             with writing(scale_bytes, torch.float32) as scales:
-                _encode(whole, codes, fine, scales, one, two, wide, halves, signs)
+                _encode(whole, codes, fine, scales, one, two, wide, other)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
-        if kernels := kernels_for(data, out):
-            scratch = torch.empty(3 * self.block)
-            kernels.e3m0_decode(data.data_ptr(), out.numel(), self.block, out.data_ptr(), scratch.data_ptr())
-            return
-        for rows, codes, fine, scale_bytes in self._pieces(out, data):
-            levels = _levels(codes).to(torch.float32)
-            _grouped(levels, fine).mul_(_scales(fine, read(scale_bytes, torch.float32)))
-            torch.mul(levels[:, : rows.shape[1]], 1 / _SHIFT, out=rows)
+        kernels = kernels_for(data, out)
+        done = kernels.e3m0_decode(data, self.block, out, None) if kernels else 0
+        for rows, codes, fine, scale_bytes in self._pieces(out, data, done):
+            rows.copy_(_decoded(codes, fine, read(scale_bytes, torch.float32))[:, : rows.shape[1]])
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
-        if kernels := kernels_for(data, out):
-            scratch = torch.empty(3 * self.block)
-            kernels.e3m0_decode_add(
-                data.data_ptr(), out.numel(), self.block, weight, out.data_ptr(), scratch.data_ptr()
-            )
-            return
-        for rows, codes, fine, scale_bytes in self._pieces(out, data):
-            levels = _levels(codes).to(torch.float32)
-            _grouped(levels, fine).mul_(_scales(fine, read(scale_bytes, torch.float32) * weight))
-            rows.add_(levels[:, : rows.shape[1]].mul_(1 / _SHIFT))  # a power of two: exact
+        kernels = kernels_for(data, out)
+        done = kernels.e3m0_decode(data, self.block, out, weight) if kernels else 0
+        for rows, codes, fine, scale_bytes in self._pieces(out, data, done):
+            rows.add_(_decoded(codes, fine, read(scale_bytes, torch.float32) * weight)[:, : rows.shape[1]])
 
-    def _pieces(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Cut values, the bytes that they become, and those of their groups' and blocks' scales."""
+    def _pieces(self, values: torch.Tensor, data: torch.Tensor, done: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Cut values, the bytes that they become, and those of their groups' and blocks' scales; without `done`."""
         scales, fine, codes = data.split([sum(sizes) for sizes in zip(*self._sizes(values.numel()), strict=True)])
         parts = (values, self.block), (codes, self.block // 2), (fine, self.block // _GROUP), (scales, 4)
-        return in_pieces(values.numel(), self.block, *parts)
+        left = [(part[done // self.block * size :], size) for part, size in parts]
+        return in_pieces(values.numel() - done, self.block, *left)
 
     def _sizes(self, numel: int) -> list[tuple[int, int, int]]:
         """Return the bytes of scales, of groups' scales and of values: of all whole blocks, and of the last one."""
@@ -167,28 +161,31 @@ def _encode(
     one: torch.Tensor,
     two: torch.Tensor,
     wide: torch.Tensor,
-    halves: torch.Tensor,
-    signs: torch.Tensor,
+    other: torch.Tensor,
 ) -> None:
-    """Write the rows' codes and scales; the last five are scratch of the rows' shape."""
+    """Write the rows' codes and scales; the last four are scratch of the rows' shape."""
     in_group = _grouped(torch.abs(rows, out=one), fine).amax(dim=1)
     largest = in_group.amax(dim=1, keepdim=True)
-    torch.mul(largest, _FINE, out=scales).clamp_(max=_MOST)
+    finite = largest.isfinite()
+    torch.mul(largest, _FINE, out=scales).clamp_(max=_MOST).masked_fill_(~finite, math.nan)
     largest.clamp_(min=_NOTHING)
-    # The first scale that is at most 2^¼ times the group's largest magnitude.
-    in_group.div_(largest).clamp_(min=_LEAST)
-    first = torch.log2(in_group).mul_(-4).ceil_().clamp_(0, 254)
+    first = _first_scale(in_group.div_(largest))
     torch.mul(rows, largest.mul_(_FINE).clamp_(max=_MOST).mul_(_AWAY).reciprocal_(), out=one)
     chosen = _choose(one, first, two, wide)
-    fine.copy_(chosen)
-    torch.mul(_grouped(one, fine), _power(chosen).mul_(_SHIFT), out=_grouped(two, fine))
-    # As half-precision numbers the levels have the exponents 1 to 7, and what is smaller is subnormal. So half a unit
-    # of the exponent, added to the bits, carries into it just where a value is nearer to the next level.
-    bits = halves.copy_(two.clamp_(-_SHIFT, _SHIFT)).view(torch.int16).add_(1 << 9)
-    torch.bitwise_right_shift(bits, 13, out=signs)  # 0, or −4 for a negative value
-    bits.bitwise_right_shift_(10).add_(signs, alpha=2)  # e, or e − 32 − 8: the low four bits are `s e e e`
-    low, high = bits.chunk(2, dim=1)
-    codes.copy_(low.bitwise_and_(15).add_(high, alpha=16))
+    fine.copy_(chosen).mul_(finite)
+    torch.mul(_grouped(one, fine), _powers(chosen), out=_grouped(two, fine))
+    low, high = _exponents(two.view(torch.int32), wide, other).chunk(2, dim=1)
+    codes.copy_(low.add_(high, alpha=16)).mul_(finite)
+
+
+def _first_scale(ratio: torch.Tensor) -> torch.Tensor:
+    """Return the first scale that is at most 2^¼ times a group's largest magnitude, which is given by the block's."""
+    bits = ratio.clamp_(min=_LEAST).view(torch.int32)
+    mantissa = bits & _MANTISSA
+    quarters = (bits >> 23).sub_(127).mul_(4)
+    for border in _QUARTERS:
+        quarters.add_(mantissa >= border)
+    return quarters.neg_().clamp_(0, 254)
 
 
 def _choose(rows: torch.Tensor, first: torch.Tensor, scaled: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
@@ -196,36 +193,64 @@ def _choose(rows: torch.Tensor, first: torch.Tensor, scaled: torch.Tensor, wide:
 
     A third and a fourth would lose 3 % less in all, and take half as long again.
     """
-    torch.mul(_grouped(rows, first), _power(first), out=_grouped(scaled, first))
+    torch.mul(_grouped(rows, first), _powers(first), out=_grouped(scaled, first))
     by_first = _lost(scaled, first, wide)
-    by_next = _lost(scaled.mul_(_FINE), first, wide).mul_(_FINE**-2)
+    by_next = _lost(scaled.mul_(_FINE), first, wide).mul_(_NEXT)
     return first.add_(by_next < by_first)
 
 
 def _lost(scaled: torch.Tensor, groups: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares that each group loses, in units of its scale; the last is scratch."""
-    # Half a unit of the exponent, added to the bits of a number, makes its power of two the nearest one.
-    nearest = torch.add(scaled.view(torch.int32), 1 << 22, out=wide).bitwise_and_(_POWER).view(torch.float32)
-    return _grouped(nearest.sub_(scaled).square_(), groups).sum(dim=1)
+    nearest = torch.add(scaled.view(torch.int32), _HALF, out=wide).bitwise_and_(_POWER).view(torch.float32)
+    first, *others = _grouped(nearest.sub_(scaled).square_(), groups).unbind(1)
+    total = first.clone()
+    for row in others:  # one after the other: `sum` adds in an order that depends on the machine
+        total.add_(row)
+    return total
 
 
-def _power(fine: torch.Tensor) -> torch.Tensor:
+def _exponents(bits: torch.Tensor, wide: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return `s e e e` of fp32 numbers that are given by their bits, in units of their scale; with scratch."""
+    torch.bitwise_and(bits, _MAGNITUDE, out=wide)
+    torch.sub(wide, _SMALLEST, out=other).bitwise_right_shift_(31).bitwise_not_()  # no bits where zero is nearest
+    wide.add_(_HALF).bitwise_right_shift_(23).sub_(120).clamp_(1, 7).bitwise_and_(other)
+    return wide.bitwise_or_(torch.bitwise_right_shift(bits, 28, out=other).bitwise_and_(8))
+
+
+def _decoded(codes: torch.Tensor, fine: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return values: levels times the groups' scales, numbers that are the same on every machine."""
+    levels = _levels(codes).to(torch.float32).mul_(_SHIFT)
+    _grouped(levels, fine).mul_((inverses(fine.device)[fine.to(torch.int64)] * scales).unsqueeze(1))
+    return levels
+
+
+def _powers(chosen: torch.Tensor) -> torch.Tensor:
     """Return what brings rows to the units of their group."""
-    return torch.exp2(fine * 0.25).mul_(_AWAY).unsqueeze(1)
-
-
-def _scales(fine: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the groups' scales: one rounded product, of numbers that are the same on every machine."""
-    return (_table(fine.device)[fine.to(torch.int64)] * scales).unsqueeze(1)
+    return powers(chosen.device)[chosen.to(torch.int64)].unsqueeze(1)
 
 
 @cache
-def _table(device: torch.device) -> torch.Tensor:
+def powers(device: torch.device) -> torch.Tensor:
+    """Return 2^(c/4) / 2^24 by the byte c of a group's scale.
+
+    >>> powers(torch.device("cpu"))[[0, 4]] * 2**24
+    tensor([1., 2.])
+    """
+    return torch.tensor([2.0 ** (c / 4) * _AWAY for c in range(256)], dtype=torch.float32, device=device)
+
+
+@cache
+def inverses(device: torch.device) -> torch.Tensor:
+    """Return 2^(−c/4) by the byte c of a group's scale.
+
+    >>> inverses(torch.device("cpu"))[[0, 4]]
+    tensor([1.0000, 0.5000])
+    """
     return torch.tensor([2.0 ** (-c / 4) for c in range(256)], dtype=torch.float32, device=device)
 
 
 def _levels(codes: torch.Tensor) -> torch.Tensor:
-    """Return the levels, times `_SHIFT`, as half-precision numbers."""
+    """Return the levels, over `_SHIFT`, as half-precision numbers."""
     rows, half = codes.shape
     bits = torch.empty(rows, 2 * half, dtype=torch.int16, device=codes.device)
     low, high = bits.chunk(2, dim=1)

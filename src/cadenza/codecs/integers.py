@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
-from cadenza.codecs.native import kernels_for
+from cadenza.codecs.kernels import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 from cadenza.common.checks import check_whole_number
 from cadenza.common.later import torch
@@ -26,7 +27,7 @@ def int8(*, block: int = 256) -> Codec:
 
     A value becomes `round(127 · value / largest)`, ties to even, and −128 is never used, so that a sign costs nothing.
     First come the scales, one fp32 (largest / 127) a block, then the integers. Smaller blocks lose less and cost more:
-    0.254 of fp32's bytes at 256, 0.251 at 1024.
+    0.254 of fp32's bytes at 256, 0.251 at 1024. A block with a value that is not finite comes back as NaN.
 
     >>> codec, out = int8(), torch.empty(3)
     >>> data = torch.empty(codec.encoded_bytes(3), dtype=torch.uint8)
@@ -59,7 +60,7 @@ class Integers:
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
         if kernels := kernels_for(values, out):
-            kernels.int8_encode(values.data_ptr(), values.numel(), self.block, out.data_ptr())
+            kernels.int8_encode(values, self.block, out)
             return
         scratch = None
         for rows, codes, scale_bytes in self._pieces(values, out):
@@ -70,7 +71,7 @@ class Integers:
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
         if kernels := kernels_for(data, out):
-            kernels.int8_decode(data.data_ptr(), out.numel(), self.block, out.data_ptr())
+            kernels.int8_decode(data, self.block, out, None)
             return
         for rows, codes, scale_bytes in self._pieces(out, data):
             rows.copy_(codes).mul_(read(scale_bytes, torch.float32))
@@ -78,7 +79,7 @@ class Integers:
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
         if kernels := kernels_for(data, out):
-            kernels.int8_decode_add(data.data_ptr(), out.numel(), self.block, weight, out.data_ptr())
+            kernels.int8_decode(data, self.block, out, weight)
             return
         scratch = None
         for rows, codes, scale_bytes in self._pieces(out, data):
@@ -94,7 +95,8 @@ class Integers:
 
 def _encode(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
     largest = torch.abs(rows, out=scratch).amax(dim=1, keepdim=True)  # five times as fast as aminmax or a norm
-    torch.div(largest, _LARGEST, out=scales).clamp_(max=_LARGEST_SCALE)
+    finite = largest.isfinite()
+    torch.div(largest, _LARGEST, out=scales).clamp_(max=_LARGEST_SCALE).masked_fill_(~finite, math.nan)
     factors = largest.clamp_(min=_NOTHING).mul_(_AWAY).reciprocal_().mul_(_LARGEST * _AWAY)
     torch.mul(rows, factors, out=scratch)
-    codes.copy_(scratch.round_())
+    codes.copy_(scratch.round_()).mul_(finite)

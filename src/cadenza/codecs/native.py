@@ -17,12 +17,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from cadenza.common.later import torch
 
-__all__ = ["compiler", "kernels", "kernels_for"]
+__all__ = ["NativeKernels", "compiler", "kernels"]
 
 _SOURCE = Path(__file__).with_name("native.c")
 # Rounding must be the same on every machine: no multiply-add, where torch's operations have none.
@@ -36,18 +37,80 @@ _ARGUMENTS = {
     "e3m0_encode": [_PLACE, _COUNT, _COUNT, _PLACE, _PLACE],
     "e3m0_decode": [_PLACE, _COUNT, _COUNT, _PLACE, _PLACE],
     "e3m0_decode_add": [_PLACE, _COUNT, _COUNT, _NUMBER, _PLACE, _PLACE],
+    "topk_encode": [_PLACE, _COUNT, _COUNT, _COUNT, _COUNT, _COUNT, _PLACE],
+    "topk_decode": [_PLACE, _COUNT, _COUNT, _COUNT, _COUNT, _COUNT, _NUMBER, ctypes.c_int32, _PLACE],
     "difference": [_PLACE, _PLACE, _PLACE, _COUNT, _PLACE, _PLACE, _PLACE, _PLACE, _PLACE],
 }
 _logger = logging.getLogger("cadenza")
 
 
-def kernels_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
-    """Return the kernels if there are some, and these tensors are where they can work."""
-    return kernels() if all(tensor.device.type == "cpu" for tensor in tensors) else None
+class NativeKernels:
+    """The compiled functions, called with tensors in the memory of the CPU: see `cadenza.codecs.kernels.Kernels`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library = library
+
+    def difference(
+        self,
+        minuend: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        sketch: Sequence[torch.Tensor] | None,
+        rows: torch.Tensor | None,
+        norm2: torch.Tensor,
+    ) -> None:
+        """Take a difference with all that a round must know of it: see `cadenza.engine.differences`."""
+        signs, starts, sums = (tensor.data_ptr() for tensor in sketch) if sketch else (None, None, None)
+        places = [tensor.data_ptr() for tensor in (minuend, values, out)]
+        row_sums = None if rows is None else rows.data_ptr()
+        self._library.difference(*places, out.numel(), signs, starts, sums, row_sums, norm2.data_ptr())
+
+    def int8_encode(self, values: torch.Tensor, block: int, out: torch.Tensor) -> None:
+        self._library.int8_encode(values.data_ptr(), values.numel(), block, out.data_ptr())
+
+    def int8_decode(self, data: torch.Tensor, block: int, out: torch.Tensor, weight: float | None) -> None:
+        if weight is None:
+            self._library.int8_decode(data.data_ptr(), out.numel(), block, out.data_ptr())
+        else:
+            self._library.int8_decode_add(data.data_ptr(), out.numel(), block, weight, out.data_ptr())
+
+    def e3m0_encode(self, values: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        scratch = torch.empty(3 * block)
+        self._library.e3m0_encode(values.data_ptr(), values.numel(), block, out.data_ptr(), scratch.data_ptr())
+        return values.numel()
+
+    def e3m0_decode(self, data: torch.Tensor, block: int, out: torch.Tensor, weight: float | None) -> int:
+        scratch = torch.empty(3 * block)
+        places = (out.data_ptr(), scratch.data_ptr())
+        if weight is None:
+            self._library.e3m0_decode(data.data_ptr(), out.numel(), block, *places)
+        else:
+            self._library.e3m0_decode_add(data.data_ptr(), out.numel(), block, weight, *places)
+        return out.numel()
+
+    def topk_encode(
+        self, values: torch.Tensor, chunk: int, kept: tuple[int, int], bits: int, out: torch.Tensor
+    ) -> None:
+        self._library.topk_encode(values.data_ptr(), values.numel(), chunk, *kept, bits, out.data_ptr())
+
+    def topk_decode(
+        self,
+        data: torch.Tensor,
+        chunk: int,
+        kept: tuple[int, int],
+        bits: int,
+        out: torch.Tensor,
+        weight: float | None,
+    ) -> None:
+        add = weight is not None
+        self._library.topk_decode(data.data_ptr(), out.numel(), chunk, *kept, bits, weight or 0.0, add, out.data_ptr())
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
+def kernels() -> NativeKernels | None:
     """Return the compiled kernels, or None if there is no way to have them.
 
     >>> (kernels() is None) == (compiler() is None)
@@ -57,14 +120,10 @@ def kernels() -> ctypes.CDLL | None:
     if command is None:
         return None
     try:
-        library = _load(command)
+        return NativeKernels(_load(command))
     except (OSError, subprocess.SubprocessError) as error:
         _logger.info("The codecs run without machine code: %s", _reason(error))
         return None
-    for name, arguments in _ARGUMENTS.items():
-        kernel = getattr(library, name)
-        kernel.argtypes, kernel.restype = arguments, None
-    return library
 
 
 def compiler() -> str | None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from cadenza.codecs.base import Codec
 from cadenza.codecs.checks import check_decode, check_encode
+from cadenza.codecs.kernels import kernels_for
 from cadenza.codecs.pieces import in_pieces, piece_values, read
 from cadenza.common.checks import check_share, check_whole_number
 from cadenza.common.later import torch
 
 __all__ = ["topk"]
 
-_NOTHING = 2.0**-100  # levels that are nearer to each other than this are one
-_AWAY = 2.0**-24  # keeps sums, and numbers whose inverse is taken, from fp32's end
+_NOTHING = 2.0**-100  # chunks whose largest magnitude is below this lose digits
+_WHOLE_BITS = 23  # the largest magnitude of a chunk is a whole number of one bit more
 # Nearly the most that float32 has: rounded to bf16, low and step still have a finite sum.
-_MOST = float.fromhex("0x1.fffffep127") * (1 - 2.0**-7)
+_MOST = float.fromhex("0x1.fbfffep127")
+_MAGNITUDE = 0x7FFFFFFF  # the bits of an fp32 number that are not its sign
 
 
 def topk(
@@ -27,15 +30,17 @@ def topk(
 
     Meant for `error_feedback(topk(), decay=0.95)`: alone it never sends what is small.
 
-    - *Choice*: of each chunk the k = max(1, round(density · chunk)) largest magnitudes; of the last, shorter chunk
-      likewise by its own length. So the number of bytes depends on the number of values alone.
+    - *Choice*: of each chunk the k = max(1, round(density · chunk)) largest magnitudes, of equal ones the first; of the
+      last, shorter chunk likewise by its own length. So the number of bytes depends on the number of values alone.
     - *Places*: 12 bits each, two in three bytes. A place in a chunk of 4096 needs no more, and uint16 would make the
       whole 28 % larger; codes of variable length would make the number of bytes depend on the values.
     - *Values*: a sign and `bits` − 1 bits of level; the magnitude is low + level · step. At 2 bits the two levels are
       the means of the small and of the large magnitudes (two rounds of 2-means from their mean), so that outliers do
       not stretch the scale; at 4 or 8 bits they run evenly from the smallest to the largest. If a zero was chosen, as
-      in a chunk with fewer than k others, low is 0.
-    - *Bytes*: chunk after chunk: places, values, low and step in bf16. 0.009 of fp32's bytes.
+      in a chunk with fewer than k others, low is 0. All of it is computed on whole numbers, of which the largest
+      magnitude has 24 bits: their sums are the same in any order.
+    - *Not finite*: what is sent of a chunk with such a value comes back as NaN.
+    - *Bytes*: chunk after chunk: places in their order, values, low and step in bf16. 0.009 of fp32's bytes.
     - *Mean*: over all members, of which those that have not sent a value count as 0, as the paper's formula has it; or,
       with ``mean_of="senders"``, over those that have sent one, as the authors' code has it: a value that one of four
       has sent moves four times as far then. A value of exactly 0 counts as not sent.
@@ -82,10 +87,14 @@ class TopK:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         check_encode(self, values, out)
+        if kernels := kernels_for(values, out):
+            kernels.topk_encode(values, self.block, self._both_kept(values), self.bits, out)
+            return
         for rows, data in self._pieces(values, out):
-            magnitudes, places = _largest(rows, self._kept(rows.shape[1]))
-            scales, codes = _quantise(magnitudes, self._levels)
-            codes.add_(rows.gather(1, places) < 0, alpha=self._levels)
+            places = _largest(rows, self._kept(rows.shape[1]))
+            chosen = rows.gather(1, places)
+            scales, codes = _quantise(chosen.abs(), self._levels)
+            codes.add_(chosen < 0, alpha=self._levels).mul_(scales[:, :1].isfinite())
             place_bytes, code_bytes, scale_bytes = data.split(self._sizes(rows.shape[1]), dim=1)
             place_bytes.copy_(_pack_places(places))
             code_bytes.copy_(_pack_codes(codes, self.bits))
@@ -93,12 +102,18 @@ class TopK:
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         check_decode(self, data, out)
+        if kernels := kernels_for(data, out):
+            kernels.topk_decode(data, self.block, self._both_kept(out), self.bits, out, None)
+            return
         for rows, row_data in self._pieces(out, data):
             places, values = self._read(rows.shape[1], row_data)
             rows.zero_().scatter_(1, places, values)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor, weight: float) -> None:
         check_decode(self, data, out)
+        if kernels := kernels_for(data, out):
+            kernels.topk_decode(data, self.block, self._both_kept(out), self.bits, out, weight)
+            return
         for rows, row_data in self._pieces(out, data):
             places, values = self._read(rows.shape[1], row_data)
             rows.scatter_add_(1, places, values.mul_(weight))
@@ -109,6 +124,10 @@ class TopK:
 
     def _kept(self, width: int) -> int:
         return max(1, round(self.density * width))
+
+    def _both_kept(self, values: torch.Tensor) -> tuple[int, int]:
+        """Return how many values of a whole chunk are sent, and of the last one."""
+        return self._kept(self.block), self._kept(values.numel() % self.block)
 
     def _sizes(self, width: int) -> list[int]:
         """Return the bytes of one chunk's places, codes and scales."""
@@ -149,42 +168,57 @@ class TopKOfSenders(TopK):
             rows.copy_(torch.where(sent > 0, total / sent * sum(weights), 0.0))
 
 
-def _largest(rows: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest magnitudes of each row, and their places in it."""
+def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return the places of the largest magnitudes of each row, in their order; of equal ones the first."""
     few = max(1, piece_values(rows.device) // rows.shape[1])
-    found = [torch.topk(part.abs(), kept, dim=1, sorted=False) for part in rows.split(few)]
-    return torch.cat([part.values for part in found]), torch.cat([part.indices for part in found])
+    last = torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+    found = []
+    for part in rows.split(few):
+        # A magnitude's bits, then how far its place is from the end: no two are equal.
+        keys = (part.view(torch.int32) & _MAGNITUDE).to(torch.int64).bitwise_left_shift_(12).add_(last)
+        found.append(torch.topk(keys, kept, dim=1, sorted=False).indices.sort(dim=1).values)
+    return torch.cat(found)
 
 
 def _quantise(magnitudes: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two scales (low and step, in bf16) of each row, and each magnitude's level."""
-    small = magnitudes.clamp(max=_MOST).mul_(_AWAY)
-    least = small.amin(dim=1, keepdim=True)
+    largest = magnitudes.amax(dim=1, keepdim=True)
+    finite = largest.isfinite()
+    exponents = largest.clamp(_NOTHING, _MOST).view(torch.int32).bitwise_right_shift(23)
+    unit = (254 + _WHOLE_BITS - exponents).bitwise_left_shift_(23).view(torch.float32)
+    back = (exponents - _WHOLE_BITS).bitwise_left_shift_(23).view(torch.float32)
+    numbers = magnitudes.clamp(max=_MOST).mul_(unit).masked_fill_(~finite, 0.0).to(torch.int64)
+    least = numbers.amin(dim=1, keepdim=True)
+    low, high = least.to(torch.float32), numbers.amax(dim=1, keepdim=True).to(torch.float32)
     if levels == 2:
-        low, high = _two_means(small)
-    else:
-        low, high = least, small.amax(dim=1, keepdim=True)
+        low, high = _two_means(numbers)
     low = torch.where(least > 0, low, 0.0)
     step = ((high - low) / (levels - 1)).clamp_(min=0.0)
-    scales = torch.cat([low, step], dim=1).div_(_AWAY).to(torch.bfloat16)
-    low, step = scales.to(torch.float32).mul_(_AWAY).split(1, dim=1)
-    inverse = torch.where(step > _NOTHING * _AWAY, 1 / step, 0.0)
-    return scales, ((small - low) * inverse).round_().clamp_(0, levels - 1).to(torch.uint8)
+    scales = torch.cat([low, step], dim=1).mul_(back).to(torch.bfloat16)
+    low, step = scales.to(torch.float32).mul_(unit).split(1, dim=1)
+    inverse = torch.where(step > 0, 1 / step, 0.0)
+    codes = ((numbers.to(torch.float32) - low) * inverse).clamp_(0, levels - 1).round_().to(torch.uint8)
+    return scales.masked_fill_(~finite, math.nan), codes
 
 
-def _two_means(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two numbers that stand well for a row: the means of its small and of its large magnitudes."""
-    border = magnitudes.mean(dim=1, keepdim=True)
+def _two_means(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two numbers that stand well for a row: the means of its small and of its large whole numbers."""
+    low = high = border = _mean(numbers.sum(dim=1, keepdim=True), numbers.shape[1])
     for _ in range(2):  # with heavy tails, a second round takes a third off the error; a third one little more
-        above = magnitudes > border
-        low, high = _mean_where(magnitudes, ~above), _mean_where(magnitudes, above)
-        border = (low + high) / 2
+        above = numbers.to(torch.float32) > border
+        low, high = _mean_where(numbers, ~above), _mean_where(numbers, above)
+        border = (low + high) * 0.5
     return low, high
 
 
-def _mean_where(magnitudes: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def _mean_where(numbers: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Return each row's mean over the chosen ones, or 0 if there are none."""
-    return (magnitudes * chosen).sum(dim=1, keepdim=True) / chosen.sum(dim=1, keepdim=True).clamp_(min=1)
+    return _mean((numbers * chosen).sum(dim=1, keepdim=True), chosen.sum(dim=1, keepdim=True).clamp_(min=1))
+
+
+def _mean(sums: torch.Tensor, counts: torch.Tensor | int) -> torch.Tensor:
+    """Divide whole numbers in fp32: three roundings, that are the same on every machine."""
+    return sums.to(torch.float32) / (counts if isinstance(counts, int) else counts.to(torch.float32))
 
 
 def _pack_places(places: torch.Tensor) -> torch.Tensor:

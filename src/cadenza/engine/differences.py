@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cadenza.codecs.native import kernels_for
+from cadenza.codecs.kernels import kernels_for
+from cadenza.codecs.native import NativeKernels
 from cadenza.common.checksums import ROWS, checksum, checksum_of_rows
 from cadenza.common.norms import in_cache, norm_squared
 from cadenza.common.sketches import Sketch
@@ -65,10 +66,9 @@ def _in_one_pass(
     """Do it in the kernel, if there is one for these tensors."""
     given = (minuend, flat, out)
     kernels = kernels_for(*given)
-    if kernels is None or any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in given):
+    if not isinstance(kernels, NativeKernels):
         return False
-    of_sketch = sketch.begin_part(out) if sketch is not None else (None, None, None)
-    signs, starts, sums, row_sums = (None if tensor is None else tensor.data_ptr() for tensor in (*of_sketch, rows))
-    places = [tensor.data_ptr() for tensor in given]
-    kernels.difference(*places, out.numel(), signs, starts, sums, row_sums, square.data_ptr())
+    if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in given):
+        return False
+    kernels.difference(*given, sketch.begin_part(out) if sketch is not None else None, rows, square)
     return True

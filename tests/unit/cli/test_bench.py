@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 from cadenza.cli.app import main
 from cadenza.cli.bench.contest import RAW, TORCH, Case, Result, needed_bytes
 from cadenza.cli.bench.showing import in_words, show, to_plain
+from cadenza.codecs.kernels import implementations
 
 CASE = Case(parameters=25_000_000, tensors=148, dtype="fp32", codecs=("fp32", "int8"), repeats=3)
 RESULTS = [
@@ -33,6 +36,8 @@ RESULTS = [
         (["--repeats", "0"], "at least 1"),
         (["--workers", "1"], "between 2 and"),
         (["--backend", "mpi"], "gloo or nccl"),
+        (["--device", "tpu"], "--device is cuda, or cpu"),
+        (["--backend", "nccl", "--device", "cpu"], "--device is cuda, or cpu"),
         (["--parameters", "900G"], "need about"),
     ],
 )
@@ -76,13 +81,24 @@ def test_the_table_compares_medians_with_the_all_reduce() -> None:
 
 
 def test_shared_memory_is_owned_up_to() -> None:
-    assert "CADENZA_SHARED_MEMORY=0" in in_words(RESULTS, "shared memory")[-1]
+    assert "CADENZA_SHARED_MEMORY=0" in " ".join(in_words(RESULTS, "shared memory"))
     assert "CADENZA_SHARED_MEMORY" not in "".join(in_words(RESULTS, "gloo"))
+
+
+def test_a_device_has_columns_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cadenza.cli.bench.showing._name", lambda device: "an accelerator")
+    file, results = io.StringIO(), [replace(result, host_bytes=3_000_000) for result in RESULTS]
+    show(CASE, results, 4, "nccl", Console(file=file, width=100), device=torch.device("cuda"))
+    assert "on cuda" in file.getvalue()
+    row = next(line for line in file.getvalue().splitlines() if line.startswith(f"  {TORCH}"))
+    assert row.split()[-4:] == ["100", "MB", "3", "MB"]
+    assert "The model is on an accelerator" in " ".join(file.getvalue().split())
 
 
 def test_scripts_get_every_repeat() -> None:
     plain = json.loads(json.dumps(to_plain(CASE, RESULTS, 4, "gloo")))
     assert plain["case"]["parameters"] == 25_000_000
+    assert plain["device"] == {"kind": "cpu", "name": "cpu", "codecs": implementations(torch.device("cpu"))[0]}
     assert [result["ratio"] for result in plain["results"]] == [1.0, 2.0, 0.5]
     assert plain["results"][0]["times_s"] == [0.3, 0.2, 0.1]
     assert plain["results"][0]["effective_bytes_per_s"] == pytest.approx(1.5 * 1e8 / 0.2)

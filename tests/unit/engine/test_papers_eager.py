@@ -11,8 +11,8 @@ import cadenza
 from cadenza import Strategy
 from cadenza.codecs import error_feedback, int8
 from cadenza.testing import Worker, workers
-from support import algorithms
-from support.algorithms import History, Workers
+from cadenza.testing import references as algorithms
+from cadenza.testing.references import History, Workers
 from support.models import CASES
 from support.resuming import assert_resumes_after_every_step
 from support.training import Trace, momentum_sgd, one_number, train

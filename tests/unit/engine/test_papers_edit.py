@@ -10,8 +10,8 @@ import torch
 import cadenza
 from cadenza import Strategy
 from cadenza.testing import Worker, workers
+from cadenza.testing.references import History, Workers, flat, unflatten
 from cadenza.weighting import edit_norms
-from support.algorithms import History, Workers, flat, unflatten
 from support.models import CASES
 from support.paper_runs import (
     PaperRun,

@@ -14,8 +14,8 @@ from cadenza import LevelPlan, Strategy, codecs
 from cadenza.errors import CadenzaError
 from cadenza.outer import sgd
 from cadenza.testing import Worker, workers
+from cadenza.testing.references import History, Workers, unflatten
 from cadenza.topology import random_pairs
-from support.algorithms import History, Workers, unflatten
 from support.compare import same_bits
 from support.models import CASES
 from support.paper_runs import PaperRun, assert_resumes_everywhere, assert_same_way, histories

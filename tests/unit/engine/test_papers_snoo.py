@@ -9,8 +9,8 @@ import cadenza
 from cadenza import Strategy
 from cadenza.errors import CadenzaError
 from cadenza.testing import Worker, workers
-from support import algorithms
-from support.algorithms import History, Workers
+from cadenza.testing import references as algorithms
+from cadenza.testing.references import History, Workers
 from support.compare import same_bits
 from support.models import CASES
 from support.resuming import assert_resumes_after_every_step

@@ -13,10 +13,10 @@ import cadenza
 from cadenza import Strategy, codecs
 from cadenza.errors import DisagreementError, NotInitializedError, TransportError
 from cadenza.testing import Worker, workers
+from cadenza.testing import references as algorithms
+from cadenza.testing.references import Workers
 from cadenza.transports.group import current_group
 from cadenza.transports.loopback import LoopbackGroup
-from support import algorithms
-from support.algorithms import Workers
 from support.compare import same_bits
 from support.models import CASES
 from support.ranks import outcome

@@ -35,6 +35,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="How often each contender has its turn.")] = 5,
     workers: Annotated[int, typer.Option(help="Workers on this machine, where torchrun does not start them.")] = 4,
     backend: Annotated[str, typer.Option(help="gloo, or nccl with the parameters on GPUs.")] = "gloo",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda, where the backend alone does not say it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measure what synchronising a model costs: a raw all-reduce, torch's averager, Cadenza's drop-in, DiLoCo rounds.
@@ -49,15 +50,15 @@ def bench(
         given = [name for part in codec or ["fp32,int8,e3m0"] for name in part.split(",")]
         case = _check(parameters, tensors, dtype, given, repeats)
         here = _check_workers(workers) if place is None else _ranks_here(place)
-        device = _check_backend(backend)
-        _check_memory(case, here, device)
+        on = _check_backend(backend, device)
+        _check_memory(case, here, on)
     except UsageError:
         leave_it_to_rank_0()
         raise
     if place is None:
-        _start(workers, _words(case, backend, as_json))
+        _start(workers, _words(case, backend, on, as_json))
     else:
-        _contend(place, case, backend, device, as_json)
+        _contend(place, case, backend, on, as_json)
 
 
 def _check(parameters: str, tensors: int, dtype: str, codecs: list[str], repeats: int) -> Case:
@@ -93,16 +94,21 @@ def _ranks_here(place: Place) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _check_backend(backend: str) -> torch.device:
+def _check_backend(backend: str, device: str | None) -> torch.device:
+    """Return where the parameters of this rank are: on a GPU under NCCL, and under Gloo too if asked for."""
     import torch
 
     if backend not in ("gloo", "nccl"):
         raise UsageError(f'--backend is gloo or nccl; got "{backend}".')
-    if backend == "gloo":
+    kind = device or ("cpu" if backend == "gloo" else "cuda")
+    if kind not in ("cpu", "cuda") or (backend == "nccl" and kind == "cpu"):
+        raise UsageError(f'--device is cuda, or cpu with --backend gloo; got "{device}" with {backend}.')
+    if kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        raise UsageError("--backend nccl needs CUDA devices and a torch with NCCL, and here is no such thing.")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if not torch.cuda.is_available() or (backend == "nccl" and not torch.distributed.is_nccl_available()):
+        given = "--backend nccl" if backend == "nccl" else "--device cuda"
+        raise UsageError(f"{given} needs CUDA devices and a torch with NCCL, and here is no such thing.")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def _check_memory(case: Case, workers: int, device: torch.device) -> None:
@@ -123,10 +129,11 @@ def _check_memory(case: Case, workers: int, device: torch.device) -> None:
 # ---- many workers ---------------------------------------------------------------------------------------------------
 
 
-def _words(case: Case, backend: str, as_json: bool) -> list[str]:
+def _words(case: Case, backend: str, device: torch.device, as_json: bool) -> list[str]:
     """Return the command line by which a worker gets the same case."""
     words = ["--parameters", str(case.parameters), "--tensors", str(case.tensors), "--dtype", case.dtype]
     words += ["--codec", ",".join(case.codecs), "--repeats", str(case.repeats), "--backend", backend]
+    words += ["--device", device.type]
     return [*words, *(["--json"] if as_json else [])]
 
 
@@ -202,9 +209,9 @@ def _contend(place: Place, case: Case, backend: str, device: torch.device, as_js
             results = hold(case, device, lambda text: status.update(f"{text} …"))
             path = way()
         if first and as_json:
-            print(json.dumps(to_plain(case, results, place.ranks, path), indent=1), flush=True)
+            print(json.dumps(to_plain(case, results, place.ranks, path, device=device), indent=1), flush=True)
         elif first:
-            show(case, results, place.ranks, path, Console())
+            show(case, results, place.ranks, path, Console(), device=device)
         dist.barrier()
     finally:
         dist.destroy_process_group()

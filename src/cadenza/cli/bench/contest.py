@@ -45,14 +45,16 @@ class Result:
             round as `cadenza.attach` runs it.
         times_s: How long each repeat took until all ranks were done.
         bytes_sent: Bytes that a rank sends in each.
-        memory_bytes: How far memory rose above the model's own while it was set up and used for the first time; None
-            where that cannot be seen.
+        memory_bytes: How far the device's memory rose above the model's own while it was set up and used for the first
+            time; None where that cannot be seen.
+        host_bytes: The same of the host's memory, where the model is on another device.
     """
 
     name: str
     times_s: tuple[float, ...]
     bytes_sent: int
     memory_bytes: int | None
+    host_bytes: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -110,7 +112,7 @@ def hold(case: Case, device: torch.device, report_progress: Callable[[str], None
         with _rise(device) as rise:
             actions[name] = build()
             _timed(actions[name], model, start, device)
-        sent[name], memory[name] = _bytes_sent(actions[name], model), rise.bytes
+        sent[name], memory[name] = _bytes_sent(actions[name], model), (rise.bytes, rise.host_bytes)
     times: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(case.repeats):
         for name, action in actions.items():
@@ -119,7 +121,7 @@ def hold(case: Case, device: torch.device, report_progress: Callable[[str], None
     for action in actions.values():
         if isinstance(action, Attached):
             action.close()
-    return [Result(name, tuple(times[name]), sent[name], memory[name]) for name in actions]
+    return [Result(name, tuple(times[name]), sent[name], *memory[name]) for name in actions]
 
 
 def way() -> str:
@@ -168,8 +170,8 @@ def _bytes_sent(action: Callable[[], object], model: Model) -> int:
 
 
 def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -178,18 +180,30 @@ def _settle(device: torch.device) -> None:
 @dataclass
 class _Rise:
     bytes: int | None = None
+    host_bytes: int | None = None
 
 
 @contextlib.contextmanager
 def _rise(device: torch.device) -> Iterator[_Rise]:
-    """Measure how far memory rises above its level at the start; on CPU from the kernel's high-water mark."""
+    """Measure how far memory rises above its level at the start, of the device and of the host."""
     rise = _Rise()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield rise
-        rise.bytes = torch.cuda.max_memory_allocated(device) - before
+    if device.type == "cpu":
+        with _host_rise() as host:
+            yield rise
+        rise.bytes = host.bytes
         return
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    with _host_rise() as host:
+        yield rise
+    rise.bytes, rise.host_bytes = module.max_memory_allocated(device) - before, host.bytes
+
+
+@contextlib.contextmanager
+def _host_rise() -> Iterator[_Rise]:
+    """Measure the same of this process, from the kernel's high-water mark."""
+    rise = _Rise()
     clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     try:
         clear.write_text("5")

@@ -31,6 +31,7 @@ def inspect_machine(*, ranks_here: int, ranks: int) -> list[Finding]:
         _files(ranks),
         _shared_memory(),
         _codecs(),
+        *_codecs_on_device(),
         *_room_in_shm(),
         _disk(),
     ]
@@ -206,14 +207,30 @@ def _shared_memory() -> Finding:
 def _codecs() -> Finding:
     from cadenza.codecs import native
 
-    subject, slow = "codecs", "int8 and E3M0 take several times the processor's time"
+    subject, slow = "codecs", "int8, E3M0 and top-k take several times the processor's time"
     if native.kernels() is not None:
-        return ok(subject, f"int8 and E3M0 are machine code, made by {native.compiler()}")
+        return ok(subject, f"int8, E3M0 and top-k are machine code, made by {native.compiler()}")
     if os.environ.get("CADENZA_NATIVE") == "0":
         return note(subject, f"CADENZA_NATIVE=0: {slow}", "unset CADENZA_NATIVE, unless you meant it")
     if (command := native.compiler()) is not None:
         return note(subject, f"{command} cannot compile them: {slow}", "set CC to a C compiler that works")
     return note(subject, f"no C compiler: {slow}", "install gcc or clang")
+
+
+def _codecs_on_device() -> list[Finding]:
+    import torch
+
+    from cadenza.codecs.kernels import implementations
+    from cadenza.codecs.triton_launch import triton_version
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return []
+    subject = f"codecs on {device.type}"
+    if implementations(device)[0] == "triton":
+        return [ok(subject, f"int8, E3M0 and top-k are kernels of Triton {triton_version()}")]
+    advice = "install the triton that belongs to this torch, and a C compiler; CADENZA_TRITON=0 must not be set"
+    return [note(subject, "no Triton: torch's operations read and write memory several times", advice)]
 
 
 def _room_in_shm() -> list[Finding]:

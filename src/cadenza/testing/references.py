@@ -9,15 +9,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from cadenza.codecs import Codec, CombiningCodec
-from support.models import Case
+from cadenza.codecs import Codec
+from cadenza.testing.encoded_mean import EncodedMean, round_trip
 
-History = list[list[torch.Tensor]]
+__all__ = [
+    "Case",
+    "History",
+    "Nesterov",
+    "Workers",
+    "average",
+    "compressed_diloco",
+    "diloco",
+    "flat",
+    "flat_in_blocks",
+    "hierarchical",
+    "late_local_sgd",
+    "local_sgd",
+    "mean",
+    "out_of_blocks",
+    "post_local_sgd",
+    "slowmo",
+    "sparse_loco",
+    "streaming_diloco",
+    "unflatten",
+]
+
+History: TypeAlias = list[list[torch.Tensor]]
+
+
+class Case(Protocol):
+    """A model and the data to train it, the same on every call except for what `rank` changes."""
+
+    def model(self, rank: int) -> nn.Module: ...
+
+    def backward(self, model: nn.Module, rank: int, step: int) -> None: ...
 
 
 class Workers:
@@ -164,7 +194,7 @@ def late_local_sgd(workers: Workers, steps: int, *, period: int, delay: int) -> 
 
 
 def slowmo(workers: Workers, steps: int, *, period: int, alpha: float, beta: float, lr: float) -> History:
-    """m ← β·m + (anchor − mean)/lr; anchor ← anchor − α·lr·m. The inner momentum starts anew."""
+    """M ← β·m + (anchor − mean)/lr; anchor ← anchor − α·lr·m. The inner momentum starts anew."""
     history = []
     anchor = workers.snapshot()[0]
     momentum = torch.zeros_like(anchor)
@@ -308,7 +338,7 @@ def compressed_diloco(
     history = []
     anchor = flat_in_blocks(workers.parameters[0], codec.block)
     outer = Nesterov([anchor], lr, momentum)
-    reduction = EncodedMean(codec, len(workers), anchor.numel())
+    reduction = EncodedMean(codec, len(workers), anchor.numel(), anchor.device)
 
     def come_together() -> None:
         anchor.grad = reduction([anchor - flat_in_blocks(tensors, codec.block) for tensors in workers.parameters])
@@ -324,60 +354,3 @@ def compressed_diloco(
     if steps % period:
         come_together()
     return [*history, workers.snapshot()]
-
-
-def row_of(numel: int, members: int, block: int) -> int:
-    """How many values each member owns: whole blocks, as many for each, enough for all."""
-    return math.ceil(math.ceil(numel / members) / block) * block
-
-
-def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """What is left of values that were encoded and decoded."""
-    out = torch.empty_like(values)
-    codec.decode(encoded(codec, values), out)
-    return out
-
-
-def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    data = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
-    codec.encode(values.contiguous(), data)
-    return data
-
-
-@dataclass
-class EncodedMean:
-    """The mean of encoded values: members encode what they have, owners decode, sum, and encode the sum once more.
-
-    What either encoding loses is kept by whoever encoded, times the codec's decay, and is added the next time. Owners
-    hold different parts, so that all their residuals together are as long as the values.
-    """
-
-    codec: Codec
-    members: int
-    numel: int
-    residuals: list[torch.Tensor] = field(init=False)
-    owners_residual: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.residuals = [torch.zeros(self.numel) for _ in range(self.members)]
-        self.owners_residual = torch.zeros(self.numel)
-
-    def __call__(self, contributions: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
-        decay = self.codec.feedback or 0.0
-        weights = weights or [1 / self.members] * self.members
-        total = torch.zeros(self.numel)
-        of_senders, sent = torch.zeros(2, self.numel, dtype=torch.float64)
-        for rank, (values, weight) in enumerate(zip(contributions, weights, strict=True)):
-            wanted = values + self.residuals[rank]
-            self.codec.decode_add(encoded(self.codec, wanted), total, weight)
-            of_senders += weight * round_trip(self.codec, wanted).double()
-            sent += weight * (round_trip(self.codec, wanted) != 0).double()
-            self.residuals[rank] = decay * (wanted - round_trip(self.codec, wanted))
-        if isinstance(self.codec, CombiningCodec):  # the mean of those who have sent a value
-            return torch.where(sent > 0, of_senders / sent * sum(weights), 0.0).float()
-        if self.codec.sparse:  # everyone sums; nobody encodes the sum
-            return total
-        total = total + self.owners_residual
-        result = round_trip(self.codec.back, total)
-        self.owners_residual = decay * (total - result)
-        return result
