@@ -67,6 +67,7 @@ class Resolver:
     def resolve(self) -> RoundResult | FailedRound:
         """Exchange the values and, once that has succeeded, make the new anchor of them."""
         pending, plan = self.pending, self.group.plan
+        pending.layout.settle()
         anchored = plan.anchored
         late_mean = pending.late and plan.outer.plain
         spread = self.measures_drift and not anchored
@@ -108,6 +109,7 @@ class Resolver:
         pending, anchors = self.pending, self.state.anchors
         packed = pending.values
         values = self.spare.borrow(pending.layout) if late_mean else packed
+        pending.layout.settle()  # of what was borrowed, copies may still be made
         both = zip(pending.layout.as_written(anchors), packed, values, strict=True)
         norm2 = sum(difference(start, flat, out=out) for start, flat, out in both)
         if self.state.carried is not None:

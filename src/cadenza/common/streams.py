@@ -1,0 +1,112 @@
+"""Work in the streams of an accelerator: what comes after what, and memory that one stream hands to another.
+
+A device does what is enqueued in one stream in order, and what is enqueued in two streams in any order, unless one
+waits for an event of the other. Nothing here waits on the host but what says so. On a CPU all of this does nothing: what
+is called is done when it returns. CUDA, ROCm, XPU and others are alike, through `torch.accelerator`.
+
+>>> device = torch.device("cpu")
+>>> packed = Moment([device])
+>>> with SideStreams().use([device]):
+...     packed.wait()
+...     total = torch.ones(3).sum()
+>>> total
+tensor(3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from cadenza.common.later import torch
+
+__all__ = ["Moment", "SideStreams", "devices_of", "empty_on_host", "has_streams", "keep_for_stream"]
+
+_WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps has one queue, in which all is in order
+
+
+def has_streams(device: torch.device) -> bool:
+    """Say whether a device has streams, between which nothing is in order by itself.
+
+    >>> has_streams(torch.device("cpu")), has_streams(torch.device("cuda", 0))
+    (False, True)
+    """
+    return device.type not in _WITHOUT_STREAMS
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """Return the devices with streams that some tensors are on, each once.
+
+    >>> devices_of([torch.zeros(1)])
+    ()
+    """
+    return tuple(device for device in dict.fromkeys(tensor.device for tensor in tensors) if has_streams(device))
+
+
+class Moment:
+    """All that was enqueued so far in the current streams of some devices: others can wait for it.
+
+    >>> Moment([torch.device("cpu")]).wait()
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._events = [
+            (device, torch.accelerator.current_stream(device).record_event())
+            for device in devices
+            if has_streams(device)
+        ]
+
+    def wait(self) -> None:
+        """Let what this thread enqueues from now on, in the current streams of these devices, come after it."""
+        for device, event in self._events:
+            torch.accelerator.current_stream(device).wait_event(event)
+
+    def wait_on_host(self) -> None:
+        """Wait until the devices have done it; not for the training loop."""
+        for _, event in self._events:
+            event.synchronize()
+
+
+class SideStreams:
+    """One stream on each device, beside those in which training is done.
+
+    >>> with SideStreams().use([torch.device("cpu")]):
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    @contextmanager
+    def use(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        """Let this thread enqueue in the side streams of some devices, inside the block."""
+        before = []
+        try:
+            for device in filter(has_streams, devices):
+                if device not in self._streams:
+                    self._streams[device] = torch.Stream(device)
+                before.append(torch.accelerator.current_stream(device))
+                torch.accelerator.set_stream(self._streams[device])
+            yield
+        finally:
+            for stream in reversed(before):
+                torch.accelerator.set_stream(stream)
+
+
+def keep_for_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep memory that was made in another stream from being given away before the current stream is done with it.
+
+    >>> keep_for_stream([torch.zeros(2)])
+    """
+    for tensor in tensors:
+        if has_streams(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def empty_on_host(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Return memory on the host; pinned, a device copies from and to it while the host goes on.
+
+    >>> empty_on_host(3, torch.float16, pinned=False).shape
+    torch.Size([3])
+    """
+    return torch.empty(numel, dtype=dtype, pin_memory=pinned)
