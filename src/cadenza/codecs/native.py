@@ -42,7 +42,12 @@ _logger = logging.getLogger("cadenza")
 
 def kernels_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
     """Return the kernels if there are some, and these tensors are where they can work."""
-    return kernels() if all(tensor.device.type == "cpu" for tensor in tensors) else None
+    return kernels() if on_the_cpu(*tensors) else None
+
+
+def on_the_cpu(*tensors: torch.Tensor) -> bool:
+    """Say whether the host can read and write the memory of some tensors."""
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 @cache

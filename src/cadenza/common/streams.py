@@ -1,8 +1,8 @@
 """Work in the streams of an accelerator: what comes after what, and memory that one stream hands to another.
 
 A device does what is enqueued in one stream in order, and what is enqueued in two streams in any order, unless one
-waits for an event of the other. Nothing here waits on the host but what says so. On a CPU all of this does nothing: what
-is called is done when it returns. CUDA, ROCm, XPU and others are alike, through `torch.accelerator`.
+waits for an event of the other. Nothing here waits on the host but what says so. On a CPU all of this does nothing:
+what is called is done when it returns. CUDA, ROCm, XPU and others are alike, through `torch.accelerator`.
 
 >>> device = torch.device("cpu")
 >>> packed = Moment([device])
@@ -104,9 +104,9 @@ def keep_for_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def empty_on_host(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """Return memory on the host; pinned, a device copies from and to it while the host goes on.
+    """Return memory on the host; pinned, if there is an accelerator: it copies from and to it while the host goes on.
 
-    >>> empty_on_host(3, torch.float16, pinned=False).shape
+    >>> empty_on_host(3, torch.float16, pinned=True).shape
     torch.Size([3])
     """
-    return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+    return torch.empty(numel, dtype=dtype, pin_memory=pinned and torch.accelerator.is_available())

@@ -1,8 +1,8 @@
 """Parameters on a device, their flat copies in host memory: copies in pieces, while training goes on.
 
-Values are packed on the device, in the stream of the training loop, and copied to pinned memory in a side stream; on the
-way back they are copied there and unpacked in the stream of the training loop. There are two buffers on the device, so
-that one is packed or unpacked while the other is copied. The host waits for nothing here but in `wait`.
+Values are packed on the device, in the stream of the training loop, and copied to pinned memory in a side stream; on
+the way back they are copied there and unpacked in the stream of the training loop. There are two buffers on the device,
+so that one is packed or unpacked while the other is copied. The host waits for nothing here but in `wait`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Landing:
         if pending.own_left_out:  # what it has learned since then is not to be trusted either
             pending.layout.unpack(state.anchors)
         pending.layout.settle()
-        pending.origins = [anchor.clone() for anchor in state.anchors]
+        pending.origins = self._replica.spare.copy(state.anchors, pending.layout)
         now = state.progress(pending.layout) if state.plan.outer.needs_own else ()
         take_outer_step(pending, state, result, now)
         pending.write(state.anchors)

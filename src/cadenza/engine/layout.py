@@ -160,6 +160,14 @@ class SpareMemory:
                     return self._kept.pop(i)[0]
         return layout.empty()
 
+    def copy(self, flats: Sequence[torch.Tensor], layout: Layout) -> Sequence[torch.Tensor]:
+        """Return copies of a round's flat values, in such memory."""
+        copies = self.borrow(layout)
+        layout.settle()  # what was borrowed may still be copied to a device
+        for copy, flat in zip(copies, flats, strict=True):
+            copy.copy_(flat)
+        return copies
+
     def give_back(self, flats: Sequence[torch.Tensor]) -> None:
         """Keep memory, unless that would be much."""
         with self._lock:

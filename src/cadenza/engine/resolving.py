@@ -109,7 +109,7 @@ class Resolver:
         pending, anchors = self.pending, self.state.anchors
         packed = pending.values
         values = self.spare.borrow(pending.layout) if late_mean else packed
-        pending.layout.settle()  # of what was borrowed, copies may still be made
+        pending.layout.settle()  # what was borrowed may still be copied to a device
         both = zip(pending.layout.as_written(anchors), packed, values, strict=True)
         norm2 = sum(difference(start, flat, out=out) for start, flat, out in both)
         if self.state.carried is not None:
@@ -126,7 +126,7 @@ class Resolver:
 
     def _copy_values(self, needed: bool) -> tuple[Sequence[torch.Tensor] | None, float]:
         values = self.pending.values
-        return [flat.clone() for flat in values] if needed else None, norm_squared(*values)
+        return self.spare.copy(values, self.pending.layout) if needed else None, norm_squared(*values)
 
     def _checked(self, header: Header, norm2: float) -> tuple[Header, str | None]:
         """Find out whether this worker can take part; where a round may fail, its bad values become zeros."""

@@ -121,7 +121,7 @@ class LoopbackGroup:
     def timeout_s(self) -> float:
         return self._hub.timeout_s
 
-    def connect(self, ranks: Sequence[int]) -> LoopbackTransport:
+    def connect(self, ranks: Sequence[int], *, through_host: bool = False) -> LoopbackTransport:
         members = tuple(sorted(set(ranks)))
         if not set(members) <= set(self.ranks) or self._rank not in members:
             raise TopologyError(
