@@ -71,9 +71,17 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
         mock.patch.object(pending, "keep_for_stream", nothing),
         "was freed while stream",
     ),
-    "item() in every step": ("diloco", in_every_step(lambda tensor: tensor.sum().item()), "The host waits for the device"),
+    "item() in every step": (
+        "diloco",
+        in_every_step(lambda tensor: tensor.sum().item()),
+        "The host waits for the device",
+    ),
     "cpu() in every step": ("diloco", in_every_step(torch.Tensor.cpu), "The host waits for the device"),
-    "tolist() in every step": ("diloco late", in_every_step(lambda tensor: tensor.tolist()), "The host waits for the device"),
+    "tolist() in every step": (
+        "diloco late",
+        in_every_step(lambda tensor: tensor.tolist()),
+        "The host waits for the device",
+    ),
     "a synchronisation in every step": (
         "diloco late",
         in_every_step(lambda _: torch.accelerator.current_stream().synchronize()),
@@ -82,7 +90,7 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
     "numpy() in every step": ("diloco", in_every_step(lambda tensor: tensor.numpy()), "A numpy array was made"),
     "machine code on the device": (
         "diloco late",
-        mock.patch.object(native, "on_the_cpu", lambda *_: True),
+        mock.patch.object(native, "on_the_cpu", return_value=True),
         "A host pointer was taken",
     ),
     "packed memory is used before it is there": (

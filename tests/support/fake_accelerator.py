@@ -83,6 +83,8 @@ class Block:
         self.kept: set[int] = set()
 
     def __del__(self) -> None:
+        if _lock is None:  # at the end of the process
+            return  # type: ignore[unreachable]
         with _lock:
             for stream, tick in self.used.items():
                 if stream not in self.kept | {self.home.id} and tick > self.home.clock.get(stream, 0):
@@ -228,8 +230,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if name in HOST_READS:
         _host_waits(_stream().clock, name)
     out = func(*tree_map(_host, args), **_on_host(kwargs))
-    if name.endswith("_") or "out" in kwargs:
-        return _the_same(func, args, kwargs, out)
+    if out is None or any(told.alias_info is not None and told.alias_info.is_write for told in func._schema.returns):
+        return None if out is None else kwargs.get("out", args[0])
     made = tree_map(lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) else x, out)
     if name not in MAKES_MEMORY and not _is_view(func):
         _enter([], [x for x in tree_flatten(made)[0] if isinstance(x, DeviceTensor)])
@@ -243,13 +245,6 @@ def _host(x: Any) -> Any:
 def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     return {key: torch.device("cpu") if key == "device" else tree_map(_host, value) for key, value in own.items()}
-
-
-def _the_same(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """Return what an operation in place gives back: its own argument."""
-    if out is None:
-        return None
-    return kwargs["out"] if "out" in kwargs else args[0]
 
 
 def _is_view(func: Any) -> bool:
@@ -381,7 +376,7 @@ def install() -> None:
 
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
-    library.impl("_copy_from", lambda source, target, non_blocking=False: target.copy_(source, non_blocking))
+    library.impl("_copy_from", lambda source, target, later=False: _copy("copy_", (target, source, later), {}))
     plain_empty = torch.empty
 
     def empty_or_pinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:

@@ -15,12 +15,21 @@ tensor(3.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from cadenza.common.later import torch
+from cadenza.errors import CadenzaError
 
-__all__ = ["Moment", "SideStreams", "devices_of", "empty_on_host", "has_streams", "keep_for_stream"]
+__all__ = [
+    "Moment",
+    "SideStreams",
+    "devices_of",
+    "empty_on_host",
+    "has_streams",
+    "keep_for_stream",
+    "refuse_capture",
+]
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps has one queue, in which all is in order
 
@@ -80,17 +89,38 @@ class SideStreams:
     @contextmanager
     def use(self, devices: Iterable[torch.device]) -> Iterator[None]:
         """Let this thread enqueue in the side streams of some devices, inside the block."""
-        before = []
-        try:
-            for device in filter(has_streams, devices):
-                if device not in self._streams:
-                    self._streams[device] = torch.Stream(device)
-                before.append(torch.accelerator.current_stream(device))
-                torch.accelerator.set_stream(self._streams[device])
-            yield
-        finally:
-            for stream in reversed(before):
-                torch.accelerator.set_stream(stream)
+        used = list(filter(has_streams, devices))
+        with _keeping_device(used):
+            before = [torch.accelerator.current_stream(device) for device in used]
+            try:
+                for device in used:
+                    if device not in self._streams:
+                        self._streams[device] = torch.Stream(device)
+                    torch.accelerator.set_stream(self._streams[device])
+                yield
+            finally:
+                for stream in before:
+                    torch.accelerator.set_stream(stream)
+
+
+def _keeping_device(used: Sequence[torch.device]) -> AbstractContextManager[object]:
+    """Give the thread its current device back after the block: to set a stream sets its device, too.
+
+    Another process's device, which is current in a new thread, is left alone: torch looks whether this one uses it.
+    """
+    return torch.accelerator.device_index(used[0].index) if used else nullcontext()
+
+
+def refuse_capture(what: str) -> None:
+    """Raise if the current stream is captured into a CUDA graph: replays of the graph would not call `what` again.
+
+    >>> refuse_capture("sync.step()")
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise CadenzaError(
+            f"{what} was called while a CUDA graph is captured, and no replay would call it again. Capture the forward "
+            f"pass, the backward pass and the optimizer's step, and call {what} after every replay()."
+        )
 
 
 def keep_for_stream(tensors: Iterable[torch.Tensor]) -> None:

@@ -14,7 +14,8 @@ import cadenza
 import cadenza.testing
 from cadenza import Strategy, codecs
 
-LOOKS = "item cpu tolist numpy __float__ __int__ __bool__ __index__ __array__ is_nonzero equal data_ptr nonzero".split()
+LOOKS = ("item", "cpu", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "data_ptr", "__array__")
+LOOKS += ("__float__", "__int__", "__bool__", "__index__")
 STEPS, PERIOD = 16, 6
 STRATEGIES = {
     "local_sgd": cadenza.local_sgd(PERIOD),
