@@ -28,7 +28,7 @@ DEVICE = f"{NAME}:0"
 HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 MAKES_MEMORY = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided"}
 # Where an address only tells tensors apart; everywhere else it would be read from.
-NAMES_MEMORY = {("packing", "_read"), ("bucket", "_span"), ("plans", "_key"), ("loop", "_memory")}
+NAMES_MEMORY = {("packing", "_read"), ("bucket", "_span")}
 
 
 class Misuse(AssertionError):

@@ -85,8 +85,7 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     """Return where small messages to the host travel: on the CPU, if the group has a backend for it."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
-    [kind] = [device for device in _backends(group) if torch.accelerator.current_accelerator() == torch.device(device)]
-    return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.accelerator.current_stream().device
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

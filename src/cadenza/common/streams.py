@@ -108,7 +108,8 @@ def _keeping_device(used: Sequence[torch.device]) -> AbstractContextManager[obje
 
     Another process's device, which is current in a new thread, is left alone: torch looks whether this one uses it.
     """
-    return torch.accelerator.device_index(used[0].index) if used else nullcontext()
+    known = getattr(torch.accelerator, "device_index", None)  # not in older torches
+    return known(used[0].index) if used and known else nullcontext()
 
 
 def refuse_capture(what: str) -> None:

@@ -102,6 +102,13 @@ def test_memory_is_kept_for_the_current_stream(accelerator: Accelerator) -> None
     assert told == ["kept for side 0"]
 
 
+def test_torch_has_all_that_devices_are_asked_for() -> None:
+    assert {"current_stream", "set_stream", "is_available"} <= set(dir(torch.accelerator))
+    assert {"record_event", "wait_event", "device"} <= set(dir(torch.Stream))
+    assert {"synchronize"} <= set(dir(torch.Event))
+    assert {"is_initialized", "is_current_stream_capturing"} <= set(dir(torch.cuda))
+
+
 def test_a_step_is_not_captured_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
