@@ -34,6 +34,7 @@ from cadenza.transports.faulty import FaultyTransport
 from cadenza.transports.group import current_group
 from cadenza.transports.loopback import LoopbackGroup
 from cadenza.transports.shared_memory import SharedMemoryTransport, open_shared_memory
+from cadenza.transports.through_host import ThroughHost
 from support.compare import same_bits
 from support.ranks import RankPool, outcome
 
@@ -50,6 +51,32 @@ def shared(ranks: Sequence[int] | None = None) -> Transport:
     return transport
 
 
+def through_host(ranks: Sequence[int] | None = None) -> Transport:
+    """A transport whose backend is said to reach no device: every message is copied to memory for sending and back."""
+    return ThroughHost(shared(ranks), lambda _: False)
+
+
+def like_nccl(ranks: Sequence[int] | None = None) -> Transport:
+    """Gloo that passes for NCCL, with `ReduceOp.AVG` and a true all-gather: the way of GPUs, as far as it goes here."""
+    return NcclDouble(process_group(ranks))
+
+
+class NcclDouble(C10dTransport):
+    def backend(self, device: torch.device) -> str | None:
+        return "nccl"
+
+    def start(self, collective: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Callable[[], None]:
+        averages = options.get("op") == dist.ReduceOp.AVG  # Gloo has none
+        wait = super().start(collective, *tensors, **({**options, "op": dist.ReduceOp.SUM} if averages else options))
+
+        def finish() -> None:
+            wait()
+            if averages:
+                tensors[0].div_(len(self.members))
+
+        return finish
+
+
 def faulty(ranks: Sequence[int] | None = None) -> Transport:
     """A faulty transport that never fails must keep every promise of the one below it."""
     return FaultyTransport(shared(ranks), fail_at="land", bucket=1 << 60)
@@ -62,9 +89,11 @@ def loopback(ranks: Sequence[int] | None = None) -> Transport:
 
 
 Open = Callable[[Sequence[int] | None], Transport]
-OF_PROCESSES = pytest.mark.parametrize("opening", [c10d, shared, faulty], ids=lambda opening: opening.__name__)
+OF_PROCESSES = pytest.mark.parametrize(
+    "opening", [c10d, shared, faulty, through_host], ids=lambda opening: opening.__name__
+)
 EVERY_TRANSPORT = pytest.mark.parametrize(
-    "opening", [c10d, shared, faulty, loopback], ids=lambda opening: opening.__name__
+    "opening", [c10d, shared, faulty, loopback, through_host], ids=lambda opening: opening.__name__
 )
 DIFFERENT = pytest.mark.parametrize("opening", [c10d, shared, loopback], ids=lambda opening: opening.__name__)
 EVERY_SIZE = pytest.mark.parametrize("world", [2, 3, 4])
@@ -178,7 +207,9 @@ def keep_all_promises(opening: Open) -> None:
     check_transport(transport, rank_order=in_rank_order(transport))
 
 
-@EVERY_TRANSPORT
+@pytest.mark.parametrize(
+    "opening", [c10d, shared, faulty, loopback, through_host, like_nccl], ids=lambda opening: opening.__name__
+)
 def test_the_importable_contract_holds(ranks: RankPool, opening: Open) -> None:
     run(ranks, opening, 2, keep_all_promises)
 

@@ -11,8 +11,9 @@ that each worker may choose for itself says so, and why, in its metadata:
 >>> identity(Meeting(16, name="daily"), "meeting")[1:]
 ['meeting.period: 16']
 
-A function is compared by its name and, where the field's metadata says `{"probe": (…)}`, by what it gives for these
-arguments.
+A field that was added when there were saved states already says `{"added": why}`: it is told only where it is not what
+it is by default. A function is compared by its name and, where the field's metadata says `{"probe": (…)}`, by what it
+gives for these arguments.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def _is_plain(value: object) -> bool:
 def _attributes(value: object) -> dict[str, tuple[object, Mapping[Any, Any]]]:
     """Return what an object holds, by name, with the metadata of the fields that have some."""
     if is_dataclass(value):
-        return {f.name: (getattr(value, f.name), f.metadata) for f in fields(value) if "local" not in f.metadata}
+        told = {f.name: (getattr(value, f.name), f.metadata) for f in fields(value) if "local" not in f.metadata}
+        new = {f.name: f.default for f in fields(value) if "added" in f.metadata}
+        return {name: held for name, held in told.items() if name not in new or held[0] != new[name]}
     if isinstance(value, functools.partial):
         held: dict[str, object] = {"func": value.func, "args": value.args, "keywords": value.keywords}
     else:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cadenza.common.later import torch
 
-__all__ = ["distance_squared", "in_cache", "norm_squared"]
+__all__ = ["distance_squared", "in_cache", "norm_squared", "told"]
 
 _PIECE = 1 << 20  # values; temporaries stay at some MiB
 _SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
@@ -55,6 +55,19 @@ def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
         for part in (flat,) if flat.numel() <= _SHORT else flat.split(_SHORT):
             yield part.to(torch.float32) if part.dtype.itemsize <= 2 else part
+
+
+def told(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return what some tensors of one number each hold, in their order; the host waits once for each device.
+
+    >>> told([torch.tensor(1.5), torch.tensor(2.5)])
+    [1.5, 2.5]
+    """
+    found: dict[int, float] = {}
+    for device in dict.fromkeys(number.device for number in numbers):
+        here = [i for i, number in enumerate(numbers) if number.device == device]
+        found.update(zip(here, torch.stack([numbers[i] for i in here]).tolist(), strict=True))
+    return [found[i] for i in range(len(numbers))]
 
 
 def _sum(numbers: Iterator[torch.Tensor]) -> float:

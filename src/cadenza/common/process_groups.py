@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_gather_single",
+    "backend_beside",
+    "backend_for",
     "comm_hooks_of",
     "control_device",
     "count_groups",
@@ -26,6 +29,7 @@ __all__ = [
     "set_timeout",
     "store_of",
     "timeout_of",
+    "without_splitting",
 ]
 
 
@@ -81,7 +85,48 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     """Return where small messages to the host travel: on the CPU, if the group has a backend for it."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.accelerator.current_stream().device
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the backend that carries a group's values on a device; None if it has none for it."""
+    return _backends(group).get(device.type)
+
+
+def backend_beside(group: dist.ProcessGroup, *, through_host: bool) -> str:
+    """Return the backends that a group of Cadenza's own has, of ranks of a given group.
+
+    They are the same ones, and Gloo on the CPU where there is none, so that small messages between hosts never wait for
+    a device. With `through_host` there is only that.
+    """
+    if through_host:
+        return "cpu:gloo"
+    known = _backends(group)
+    if "cpu" in known or not dist.is_gloo_available():
+        return dist.get_backend(group)
+    return ",".join(["cpu:gloo", *(f"{device}:{backend}" for device, backend in known.items())])
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend for each type of device."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, backend, *_ in pairs}
+
+
+@contextmanager
+def without_splitting() -> Iterator[None]:
+    """Make groups, inside the block, whose communicators are new ones.
+
+    Where the world was bound to a device (`init_process_group(device_id=…)`), torch splits communicators off that of
+    the world: a collective of all ranks, where only some of them make the group.
+    """
+    world = resolve(None)
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
 
 
 def count_groups() -> int:

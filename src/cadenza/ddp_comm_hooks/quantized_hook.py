@@ -9,7 +9,6 @@ Buckets are taken in DDP's order by one thread, on a process group of their own,
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.codecs import Codec, error_feedback, int8
 from cadenza.common.process_groups import resolve
+from cadenza.common.streams import Moment, SideStreams, devices_of, keep_for_stream
 from cadenza.ddp_comm_hooks.first_pass import on_first_pass
 from cadenza.engine.encoded_gradients import EncodedGradients, GradientBucket
 from cadenza.errors import UnsupportedModelError, UnsupportedTensorError
@@ -57,7 +57,7 @@ class QuantizedState:
         self._gradients = EncodedGradients(codec)
         self._names: dict[int, str] = {}
         self._transport: Transport | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams = SideStreams()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cadenza gradients")
         on_first_pass(self, QuantizedState.meet)
 
@@ -88,7 +88,7 @@ class QuantizedState:
         if bucket.is_last():
             self.iterations += 1
         failed: list[BaseException] = []
-        devices: list[int | str | torch.device] = [values.device] if values.is_cuda else []
+        devices: list[int | str | torch.device] = [*devices_of([values])]
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
         def result(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -97,10 +97,12 @@ class QuantizedState:
             return done.value()
 
         averaged = done.then(result)
-        beside = self._beside(values)
+        ready = Moment([values.device])
 
         def work() -> None:
-            with beside:
+            with self._streams.use([values.device]):  # one stream for all buckets, once the gradients are there
+                ready.wait()
+                keep_for_stream([values])
                 try:
                     self._gradients.average(named, transport, step)
                 except BaseException as error:
@@ -109,15 +111,6 @@ class QuantizedState:
 
         self._thread.submit(work)
         return averaged
-
-    def _beside(self, values: torch.Tensor) -> AbstractContextManager[Any]:
-        """Return where the work on a bucket is done: on a GPU in one stream for all, once the gradients are there."""
-        if not values.is_cuda:
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(values.device)
-        self._stream.wait_stream(torch.cuda.current_stream(values.device))
-        return torch.cuda.stream(self._stream)
 
     def _sizes(self, bucket: dist.GradBucket) -> dict[str, int]:
         parameters, values = bucket.parameters(), bucket.buffer()

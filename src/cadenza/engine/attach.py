@@ -107,7 +107,7 @@ def _fixed(
         refuse_torchft(made_by)
     group = _group(process_group)
     mend = _MEND if topology is None or topology.levels[-1].ranks >= set(group.ranks) else _MEND + _STAGES
-    compare(group, terms=_terms(strategy), model=view.describe(), mend=mend)
+    compare(group, terms=_terms(strategy, view), model=view.describe(), mend=mend)
     view.refuse_what_cannot_work(strategy)
     view.refuse_ddp_elsewhere(group.ranks)
     return FixedParticipants(strategy, group, topology)
@@ -122,7 +122,7 @@ def _elastic(
             f"{named[0]} belongs to faults=raise_error(): under skip_round and shrink workers come and go, and meet "
             "through membership=cadenza.join(…)."
         )
-    terms = "; ".join([*_terms(strategy), *view.describe()])
+    terms = "; ".join([*_terms(strategy, view), *view.describe()])
     return ElasticParticipants(membership or join(), strategy.faults, strategy.levels[0], terms)
 
 
@@ -134,6 +134,7 @@ def _group(given: dist.ProcessGroup | Group | None) -> Group:
     return found
 
 
-def _terms(strategy: Strategy) -> list[str]:
+def _terms(strategy: Strategy, view: ModelView) -> list[str]:
     """Return what must be the same on all workers besides the model."""
-    return [*identity(strategy), f"Cadenza {__version__}"]
+    devices = {"cpu" if strategy.offload else parameter.device.type for parameter in view.parameters().values()}
+    return [*identity(strategy), f"Cadenza {__version__}", f"rounds are held on {' and '.join(sorted(devices))}"]

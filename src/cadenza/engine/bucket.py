@@ -67,6 +67,33 @@ class Bucket:
         sizes = [size for pair in zip(self._gaps, self.sizes, strict=True) for size in pair]
         return memory[: self.numel].split_with_sizes(sizes)
 
+    def chunks(self, most: int) -> Iterator[tuple[int, Bucket]]:
+        """Cut the bucket into runs of at most `most` values, each on one device: yield where it starts, and it.
+
+        A gap belongs to the piece after it.
+
+        >>> bucket = Bucket(torch.device("cpu"), torch.float32)
+        >>> bucket.add(torch.ones(3)); bucket.add(torch.ones(2), at=4)
+        >>> [(start, chunk.numel) for start, chunk in bucket.chunks(2)]
+        [(0, 2), (2, 1), (3, 2), (5, 1)]
+        """
+        end, first, chunk = 0, 0, Bucket(self.device, self.dtype)
+        for piece, gap in zip(self.pieces, self._gaps, strict=True):
+            start, done = end + gap, 0
+            while done < piece.numel():
+                at = start + done
+                if chunk.numel and (chunk.device != piece.device or at - first >= most):
+                    yield first, chunk
+                    first, chunk = first + chunk.numel, Bucket(piece.device, self.dtype)
+                chunk.device = piece.device
+                stop = min(piece.numel(), done + max(1, most - (at - first)))
+                for number, part in enumerate(_run(piece, done, stop)):
+                    chunk.add(part, at=None if number else at - first)
+                done = stop
+            end = start + piece.numel()
+        if chunk.numel:
+            yield first, chunk
+
     def distance2(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the squared distance between the values and `memory`, in fp64."""
         values = torch.empty(self.numel, dtype=self.dtype, device=memory.device)

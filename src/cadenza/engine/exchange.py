@@ -187,14 +187,13 @@ class _Losses:
     """Squared norms of values and of what encoding lost of them, without waiting for a device before the end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._error2, self._norm2 = torch.zeros(2, dtype=torch.float64, device=device)
+        self._both = torch.zeros(2, dtype=torch.float64, device=device)
 
     def count(self, values: torch.Tensor, lost: torch.Tensor) -> None:
-        self._error2 += _norm2(lost)
-        self._norm2 += _norm2(values)
+        self._both += torch.stack([_norm2(lost), _norm2(values)])
 
     def tell(self, done: Exchanged) -> None:
-        done.error2, done.norm2 = float(self._error2), float(self._norm2)
+        done.error2, done.norm2 = self._both.tolist()
 
 
 def _norm2(values: torch.Tensor) -> torch.Tensor:

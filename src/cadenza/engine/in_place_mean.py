@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from cadenza.common.norms import told
 from cadenza.common.sketches import Sketch
 from cadenza.engine.bucket import Bucket
 from cadenza.engine.cutting import pipeline
@@ -235,7 +236,7 @@ def _land_one_by_one(work: _Pipeline, step: int) -> float:
             "further or less far. Restore the parameters from a checkpoint; atomic=True would have kept them. "
             f"{error}"
         ) from error
-    return sum(float(distance) for distance in distances)
+    return sum(told(distances))
 
 
 def _land_together(work: _Pipeline, transport: Transport, step: int, number: int) -> None:

@@ -35,7 +35,7 @@ class Landing:
         started = time.perf_counter()
         state = self._replica.level_state(pending.level, pending.fragment)
         group = self._participants.group(pending.level, state.rounds)
-        result = pending.outcome.result()
+        result = pending.result()
         if isinstance(result, FailedRound):
             self.fail(pending, result)
             return None
@@ -57,6 +57,7 @@ class Landing:
     def take_first_step(self, level: int, fragment: int, layout: Layout, members: int) -> None:
         """Take an outer step on this worker's own difference: no round was sent yet that could land at this launch."""
         state = self._replica.level_state(level, fragment)
+        layout.settle()
         sent, mean = ([torch.zeros_like(anchor) for anchor in state.anchors] for _ in range(2))
         before = [anchor.clone() for anchor in state.anchors]
         inner_lrs = self._replica.view.inner_lrs()
@@ -77,7 +78,8 @@ class Landing:
         """Take the outer step now, and move the parameters by as much as the anchor has moved."""
         if pending.own_left_out:  # what it has learned since then is not to be trusted either
             pending.layout.unpack(state.anchors)
-        pending.origins = [anchor.clone() for anchor in state.anchors]
+        pending.layout.settle()
+        pending.origins = self._replica.spare.copy(state.anchors, pending.layout)
         now = state.progress(pending.layout) if state.plan.outer.needs_own else ()
         take_outer_step(pending, state, result, now)
         pending.write(state.anchors)

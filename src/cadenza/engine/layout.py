@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from cadenza.common.streams import Moment, devices_of, empty_on_host, has_streams, keep_for_stream
 from cadenza.engine.bucket import Bucket
+from cadenza.engine.host_copies import HostCopies
 from cadenza.engine.packing import Fragment, packed_shape
 
 __all__ = ["Layout", "SpareMemory"]
@@ -22,32 +24,74 @@ class Layout:
         named: The parameters, by name.
         home: Where the flat tensors are, if not beside the parameters.
         align: Every tensor starts at a multiple of this many values; see `alignment` for where small ones share.
+        copies: Makes the copies between parameters on a device and flat tensors on the host.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], *, home: torch.device | None, align: int = 1) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, torch.Tensor],
+        *,
+        home: torch.device | None,
+        align: int = 1,
+        copies: HostCopies | None = None,
+    ) -> None:
         self.names = list(named)
         tensors = list(named.values())
         self.fragment = Fragment(tensors, label=lambda i: f"parameter {self.names[i]}", names=self.names)
         self.strips, places = self.fragment.strips(home, align=align)
         self.places = {self.names[position]: place for position, place in places.items()}
         self._named = dict(named)
+        self._copies = copies
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices with streams on which flat tensors are."""
+        return tuple(strip.device for strip in self.strips if has_streams(strip.device))
 
     def pack(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Return flat copies of the values, in the memory that is given or in new one."""
+        flats = self.start_packing(flats)
+        self.settle()
+        return flats
+
+    def start_packing(self, flats: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
+        """Return memory that has flat copies of the values after `settle`; the parameters may change at once."""
         flats = self.empty() if flats is None else flats
         for strip, flat in zip(self.strips, flats, strict=True):
-            strip.pack(flat)
+            if (copies := self._copies_of(strip)) is not None:
+                copies.to_host(strip, flat)
+            else:
+                strip.pack(flat)
         return flats
+
+    def settle(self) -> None:
+        """Wait until flat tensors on the host have what was packed, and may be changed after they were unpacked."""
+        if self._copies is not None:
+            self._copies.wait()
 
     def unpack(self, flats: Sequence[torch.Tensor]) -> None:
         """Write flat values into the parameters, in place."""
         for strip, flat in zip(self.strips, flats, strict=True):
-            strip.unpack(flat)
+            if (copies := self._copies_of(strip)) is not None:
+                for pieces, [places] in copies.to_device(strip, flat):
+                    torch._foreach_copy_(pieces, places)
+            else:
+                strip.unpack(flat)
 
     def pieces(self, *flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield each parameter's own memory together with its part of each of the flat values."""
+        """Yield parameters' own memory together with its part of each of the flat values, on its device."""
         for i, strip in enumerate(self.strips):
-            yield from zip(strip.pieces, *(strip.places_in(values[i]) for values in flats), strict=True)
+            own = [values[i] for values in flats]
+            if (copies := self._copies_of(strip)) is not None:
+                for pieces, places in copies.to_device(strip, *own):
+                    yield from zip(pieces, *places, strict=True)
+            else:
+                yield from zip(strip.pieces, *map(strip.places_in, own), strict=True)
+
+    def _copies_of(self, strip: Bucket) -> HostCopies | None:
+        """Return what copies between a strip on the host and its parameters, if some of them are on a device."""
+        far = strip.device.type == "cpu" and bool(devices_of(strip.pieces))
+        return self._copies if far else None
 
     def as_written(self, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return flat values as the parameters would hold them: rounded, where parameters have less precision."""
@@ -88,8 +132,9 @@ class Layout:
         return [self._empty(strip) for strip in self.strips]
 
     def _empty(self, strip: Bucket) -> torch.Tensor:
-        pinned = strip.device.type == "cpu" and any(piece.is_cuda for piece in strip.pieces)
-        return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device, pin_memory=pinned)
+        if strip.device.type == "cpu":
+            return empty_on_host(strip.numel, strip.dtype, pinned=self._copies_of(strip) is not None)
+        return torch.empty(strip.numel, dtype=strip.dtype, device=strip.device)
 
 
 class SpareMemory:
@@ -102,22 +147,33 @@ class SpareMemory:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Sequence[torch.Tensor]] = []
+        self._kept: list[tuple[Sequence[torch.Tensor], Moment]] = []
         self._lock = threading.Lock()  # the background thread uses it too
 
     def borrow(self, layout: Layout) -> Sequence[torch.Tensor]:
         """Return flat memory for a round: what an earlier one has given back, or new one."""
         with self._lock:
-            for i, flats in enumerate(self._kept):
+            for i, (flats, free) in enumerate(self._kept):
                 if len(flats) == len(layout.strips) and all(map(_fits, flats, layout.strips)):
-                    return self._kept.pop(i)
+                    free.wait()
+                    keep_for_stream(flats)
+                    return self._kept.pop(i)[0]
         return layout.empty()
+
+    def copy(self, flats: Sequence[torch.Tensor], layout: Layout) -> Sequence[torch.Tensor]:
+        """Return copies of a round's flat values, in such memory."""
+        copies = self.borrow(layout)
+        layout.settle()  # what was borrowed may still be copied to a device
+        for copy, flat in zip(copies, flats, strict=True):
+            copy.copy_(flat)
+        return copies
 
     def give_back(self, flats: Sequence[torch.Tensor]) -> None:
         """Keep memory, unless that would be much."""
         with self._lock:
-            if flats and sum(flat.nbytes for kept in (*self._kept, flats) for flat in kept) <= _MOST_SPARE:
-                self._kept.append(flats)
+            every = (*(kept for kept, _ in self._kept), flats)
+            if flats and sum(flat.nbytes for kept in every for flat in kept) <= _MOST_SPARE:
+                self._kept.append((flats, Moment(devices_of(flats))))
 
 
 def _fits(flat: torch.Tensor, strip: Bucket) -> bool:

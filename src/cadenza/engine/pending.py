@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cadenza.common.streams import Moment, keep_for_stream
 from cadenza.engine.layout import Layout
 from cadenza.engine.round_result import RoundResult
 from cadenza.participants.base import FailedRound
@@ -40,7 +41,8 @@ class PendingRound:
         own_left_out: Whether this worker's contribution was left out, so that it starts anew from the anchor.
         codec: What the values were written in, if it is not what the level always writes in.
         decision: What it has changed of period and codec, and why.
-        outcome: The result, once it is there.
+        outcome: The result, once it is there; `result` also orders what is enqueued.
+        done: What the work on it has enqueued, where it was done in other streams than training is.
     """
 
     id: RoundId
@@ -61,6 +63,7 @@ class PendingRound:
     codec: str = ""
     decision: str = ""
     outcome: Future[RoundResult | FailedRound] = field(default_factory=Future)
+    done: Moment | None = None
 
     @property
     def fragment(self) -> int:
@@ -75,6 +78,18 @@ class PendingRound:
     def late(self) -> bool:
         """Whether training goes on between launch and landing."""
         return self.land_at > self.step
+
+    def wait(self) -> None:
+        """Wait until it is no longer under way, and let what this thread enqueues from now on come after it."""
+        self.outcome.exception()
+        if self.done is not None:
+            self.done.wait()
+            keep_for_stream(self.tensors().values())
+
+    def result(self) -> RoundResult | FailedRound:
+        """Wait for it, and return what came of it or raise."""
+        self.wait()
+        return self.outcome.result()
 
     @torch.no_grad()
     def write(self, landed: Sequence[torch.Tensor]) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from cadenza.common.messages import unit_of
+from cadenza.common.streams import SideStreams
 from cadenza.engine.assignment import assign
 from cadenza.engine.balance import Balance
 from cadenza.engine.collectives import average_tensors, take_from_first
+from cadenza.engine.host_copies import HostCopies
 from cadenza.engine.layout import Layout, SpareMemory
 from cadenza.engine.level_state import LevelState
 from cadenza.engine.model_view import ModelView, named
@@ -35,12 +37,15 @@ class Replica:
         participants: Who trains it together.
         state: What the run remembers.
         spare: Memory that rounds use again.
+        streams: Where devices do what is done beside training.
     """
 
     def __init__(self, view: ModelView, strategy: Strategy, participants: Participants) -> None:
         self.view, self.strategy, self.participants = view, strategy, participants
         self.state = RunState(Balance(strategy), Pace(strategy))
         self.spare = SpareMemory()
+        self.streams = SideStreams()
+        self._copies = HostCopies(self.streams)
         self.weighting = strategy.weighting
         self.rewrites = ModelRewrites(view.inner)
         self._home = torch.device("cpu") if strategy.offload else None
@@ -71,7 +76,7 @@ class Replica:
 
     def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return how some tensors lie in flat ones, whether or not they are trained now."""
-        return Layout(tensors, home=self._home, align=self._align)
+        return Layout(tensors, home=self._home, align=self._align, copies=self._copies)
 
     def level_state(self, level: int, fragment: int) -> LevelState:
         """Return what a level remembers of a fragment."""
@@ -188,6 +193,7 @@ class Replica:
         So the work of a worker that comes back counts in the next round, unless it is not finite.
         """
         self.state.pending.clear()
+        self._copies.wait()
         progress = {} if new else {key: self._progress(*key) for key in self.state.levels}
         for name, tensor in self.shared_tensors().items():
             if new or not name.startswith("model/"):  # buffers of a worker that comes back are its own

@@ -69,6 +69,7 @@ class Resolver:
     def resolve(self) -> RoundResult | FailedRound:
         """Exchange the values and, once that has succeeded, make the new anchor of them."""
         pending, plan = self.pending, self.group.plan
+        pending.layout.settle()
         anchored = plan.anchored
         late_mean = pending.late and plan.outer.plain
         spread = self.measures_drift and not anchored
@@ -114,6 +115,7 @@ class Resolver:
         """
         pending, anchors, packed = self.pending, self.state.anchors, self.pending.values
         values = self.spare.borrow(pending.layout) if late_mean else packed
+        pending.layout.settle()  # what was borrowed may still be copied to a device
         sketch = meter.start_sketch(packed)
         marked = self.group.agrees and not self.group.alone
         starts = pending.layout.as_written(anchors)
@@ -136,7 +138,7 @@ class Resolver:
 
     def _copy_values(self, needed: bool) -> tuple[Sequence[torch.Tensor] | None, float, int]:
         values = self.pending.values
-        return [flat.clone() for flat in values] if needed else None, norm_squared(*values), 0
+        return self.spare.copy(values, self.pending.layout) if needed else None, norm_squared(*values), 0
 
     def _checked(self, header: Header, norm2: float) -> tuple[Header, str | None]:
         """Find out whether this worker can take part; where a round may fail, its bad values become zeros."""

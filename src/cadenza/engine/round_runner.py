@@ -15,6 +15,7 @@ import torch
 
 from cadenza.codecs import fp32
 from cadenza.common.checksums import checksum
+from cadenza.common.streams import Moment, keep_for_stream
 from cadenza.engine.finiteness import problem_of
 from cadenza.engine.header import Header, mark
 from cadenza.engine.in_place_mean import average_in_place
@@ -25,6 +26,7 @@ from cadenza.engine.pending import PendingRound
 from cadenza.engine.replica import Replica
 from cadenza.engine.reporting import Reporter
 from cadenza.engine.resolving import Resolver
+from cadenza.engine.round_result import RoundResult
 from cadenza.errors import NotFiniteError
 from cadenza.outer import mean
 from cadenza.participants.base import Admission, FailedRound
@@ -208,10 +210,10 @@ class RoundRunner:
             number,
             self._state.clock + delay,
             layout,
-            values=layout.pack(self._replica.spare.borrow(layout)),
+            values=layout.start_packing(self._replica.spare.borrow(layout)),
             alpha=0.0 if plan.outer.plain else alpha,
             restarts=restarts,
-            inner_lrs=self._replica.view.inner_lrs(),
+            inner_lrs=self._replica.view.inner_lrs() if plan.outer.needs_inner_lr else {},
             samples=self._state.counts.samples,
             codec=state.codec.name,
         )
@@ -231,11 +233,22 @@ class RoundRunner:
         if pending.restarts:
             layout.unpack(state.anchors)
         if self._background is not None and delay:
-            pending.outcome = self._background.submit(resolver.resolve)
+            pending.outcome = self._background.submit(self._resolve_beside, resolver, Moment(layout.devices))
         else:
             self._state.wait_for_pending()
             pending.outcome.set_result(resolver.resolve())
         return pending
+
+    def _resolve_beside(self, resolver: Resolver, packed: Moment) -> RoundResult | FailedRound:
+        """Take a round to its result in streams of its own, after what training had enqueued at the launch."""
+        pending, devices = resolver.pending, resolver.pending.layout.devices
+        with self._replica.streams.use(devices):
+            packed.wait()
+            keep_for_stream((*pending.values, *(resolver.state.carried or ())))
+            try:
+                return resolver.resolve()
+            finally:
+                pending.done = Moment(devices)
 
     def _average_now(
         self, number: int, fragment: int, group: LevelGroup, layout: Layout, scales: Scales

@@ -107,11 +107,11 @@ class RunState:
     def wait_for_pending(self) -> None:
         """Wait until no round is under way: collectives are issued in one order on every rank."""
         for pending in self.pending.values():
-            pending.outcome.exception()
+            pending.wait()
 
     def results(self) -> dict[int, tuple[PendingRound, RoundResult]]:
         """Wait for the rounds in flight, and return those that have a result, by fragment."""
-        found = {fragment: (pending, pending.outcome.result()) for fragment, pending in self.pending.items()}
+        found = {fragment: (pending, pending.result()) for fragment, pending in self.pending.items()}
         return {f: (pending, result) for f, (pending, result) in found.items() if isinstance(result, RoundResult)}
 
     def facts(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Self
 
 import torch
 
+from cadenza.common.streams import refuse_capture
 from cadenza.engine import loading, saving
 from cadenza.engine.buffers import average_buffers
 from cadenza.engine.collectives import average_tensors
@@ -129,6 +130,7 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
+        refuse_capture("sync.step()")
         self._state.pace.enter()
         try:
             self._step(samples)

@@ -12,7 +12,7 @@ from cadenza.errors import TopologyError
 from cadenza.participants.base import Admission, FailedRound, SharedState
 from cadenza.participants.level_group import LevelGroup, Stage
 from cadenza.participants.round_id import RoundId
-from cadenza.strategy import Groups, Strategy
+from cadenza.strategy import Groups, LevelPlan, Strategy
 from cadenza.topology import Level, RoundTopology, Topology
 from cadenza.transports import Transport
 from cadenza.transports.group import Group
@@ -55,8 +55,11 @@ class FixedParticipants:
         partition = _checked(groups.groups(round, self._group.ranks), self._group.ranks, round)
         mine = partition.group_of(self._group.rank)
         if mine not in self._changing:  # its members have met in the same rounds, so it is new to all of them
-            self._changing[mine] = LevelGroup(known.plan, known.name, self._group.connect(mine))
+            self._changing[mine] = LevelGroup(known.plan, known.name, self._connect(known.plan, mine))
         return self._changing[mine]
+
+    def _connect(self, plan: LevelPlan, ranks: Sequence[int]) -> Transport:
+        return self._group.connect(ranks, through_host=plan.through_host)
 
     def start(self, state: SharedState) -> None:
         state.take_from_first(self.levels[-1].transport)
@@ -103,22 +106,25 @@ def _build_levels(strategy: Strategy, group: Group, topology: Topology | None) -
         )
     levels: list[LevelGroup] = []
     for i, (plan, partition) in enumerate(zip(strategy.levels, topology.levels, strict=True)):
-        transport = group.connect(partition.group_of(group.rank))
+        transport = group.connect(partition.group_of(group.rank), through_host=plan.through_host)
         staged = i > 0 and not plan.codec.shaped
-        stage = _stage(partition, topology.levels[i - 1], levels[-1].transport, group) if staged else None
+        across = _across(partition, topology.levels[i - 1], levels[-1].transport, group) if staged else None
+        stage = None
+        if across is not None:
+            stage = Stage(levels[-1].transport, group.connect(across, through_host=plan.through_host))
         levels.append(LevelGroup(plan, plan.name or f"level {i}", transport, stage))
     return levels
 
 
-def _stage(outer: Level, inner: Level, inside: Transport, group: Group) -> Stage | None:
-    """Return the way of the outer level through the inner one, if the inner groups are several and of one size."""
+def _across(outer: Level, inner: Level, inside: Transport, group: Group) -> list[int] | None:
+    """Return who has this rank's place in each inner group of the outer one, if these are several and of one size."""
     mine = outer.group_of(group.rank)
     groups = [members for members in inner.groups if members[0] in mine]
     sizes = {len(members) for members in groups}
     if len(groups) == 1 or len(sizes) > 1 or sizes == {1}:
         return None
     # Positions are the transport's, which orders ranks by number, whatever the order in which groups were written.
-    return Stage(inside, group.connect([sorted(members)[inside.position] for members in groups]))
+    return [sorted(members)[inside.position] for members in groups]
 
 
 def _partition(groups: Groups, group: Group) -> Level:

@@ -57,6 +57,7 @@ class LevelPlan:
         name: What the level is called in reports; "level 0" and so on without one.
         keep_anchor: Send differences from an anchor also where a plain mean would not need one.
         delay: How many steps training goes on between the launch of a round and its landing; None: the strategy's.
+        through_host: Send values on a GPU through the host's memory, by Gloo: where NCCL does not reach the others.
 
     >>> LevelPlan(8).schedule
     Every(period=8, offset=0)
@@ -69,6 +70,7 @@ class LevelPlan:
     name: str = field(default="", metadata={"local": "it only stands in reports"})
     keep_anchor: bool = False
     delay: int | None = None
+    through_host: bool = field(default=False, metadata={"added": "states were saved before it was there"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_schedule(self.schedule))

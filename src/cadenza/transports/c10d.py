@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cadenza.common.messages import LANE_BYTES, LANES, row_bytes_between
-from cadenza.common.process_groups import all_gather_single, control_device, store_of, timeout_of
+from cadenza.common.process_groups import all_gather_single, backend_for, control_device, store_of, timeout_of
 from cadenza.errors import NotInitializedError, TransportError
 from cadenza.transports.base import OUT_OF_STEP, Lane, bytes_of
 from cadenza.transports.means import finish_mean, mean_into, scale_down
@@ -47,7 +47,6 @@ class C10dTransport:
         self._seat = seat
         self._members = tuple(dist.get_process_group_ranks(group)) if seat is None else seat.members
         self._position = dist.get_rank(group) if seat is None else seat.position
-        self._native_mean = seat is None and dist.get_backend(group) == "nccl"
         self._lanes: dict[torch.device, list[Lane]] = {}
         self._rounds = 0
         self._abandoned = False
@@ -145,10 +144,15 @@ class C10dTransport:
 
         return wait
 
-    @property
-    def native_mean(self) -> bool:
-        """Whether the backend divides by itself (`ReduceOp.AVG`) and gathers without extra copies."""
-        return self._native_mean
+    def backend(self, device: torch.device) -> str | None:
+        """Return what carries values on a device, if something does."""
+        if self._seat is not None:
+            return "gloo" if device.type == "cpu" else None
+        return backend_for(self.group(), device)
+
+    def reaches(self, device: torch.device) -> bool:
+        """Say whether values on a device get to the others as they are; Gloo has not all collectives for devices."""
+        return device.type == "cpu" or self.backend(device) not in (None, "gloo")
 
     def _failure(self, error: RuntimeError) -> TransportError:
         return TransportError(f"A collective over ranks {list(self._members)} failed: {error}")
@@ -164,6 +168,7 @@ class _C10dLane:
         self._values = self._halves
         self._numel = 0
         self._rows = self._halves
+        self._native = transport.backend(device) == "nccl"  # it has ReduceOp.AVG, and gathers without extra copies
         self._wait: Callable[[], None]
 
     def outgoing(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -184,8 +189,8 @@ class _C10dLane:
         if self._values.dtype.itemsize <= 2:
             self.launch_scatter()
             return
-        op = dist.ReduceOp.AVG if self._transport.native_mean else dist.ReduceOp.SUM
-        if not self._transport.native_mean:
+        op = dist.ReduceOp.AVG if self._native else dist.ReduceOp.SUM
+        if not self._native:
             scale_down(self._values, self._members)
         self._wait = self._transport.start(dist.all_reduce, self._values, op=op)
 
@@ -202,7 +207,7 @@ class _C10dLane:
         self._wait()
         values, self._values = self._values, self._halves  # what was adopted is not kept alive
         self._wait = _done
-        if not self._transport.native_mean:
+        if not self._native:
             finish_mean(values, self._members)
         return values
 
@@ -222,7 +227,7 @@ class _C10dLane:
         return self._rows[0]
 
     def launch_gather(self) -> None:
-        if self._transport.native_mean:
+        if self._native:
             received = self._half(1, self._rows.shape[1]).view(-1)
             self._wait = self._transport.start(all_gather_single, received, self._rows[0])
         else:

@@ -10,7 +10,14 @@ from typing import cast
 
 import torch.distributed as dist
 
-from cadenza.common.process_groups import count_groups, resolve, store_of, timeout_of
+from cadenza.common.process_groups import (
+    backend_beside,
+    count_groups,
+    resolve,
+    store_of,
+    timeout_of,
+    without_splitting,
+)
 from cadenza.errors import NotInitializedError
 from cadenza.topology import hosts_of
 from cadenza.transports import Transport, connect
@@ -50,9 +57,9 @@ class C10dGroup:
     def timeout_s(self) -> float:
         return timeout_of(self._alive())
 
-    def connect(self, ranks: Sequence[int]) -> Transport:
+    def connect(self, ranks: Sequence[int], *, through_host: bool = False) -> Transport:
         self._count_groups_alike(ranks)
-        return connect(self._new_group(ranks))
+        return connect(self._new_group(ranks, backend_beside(self._alive(), through_host=through_host)))
 
     def host_names(self) -> dict[int, str]:
         return hosts_of(self._alive())
@@ -71,11 +78,12 @@ class C10dGroup:
         store.set(f"{place}/{visit}/{self._rank}", str(mine))
         counts = [int(store.get(f"{place}/{visit}/{rank}")) for rank in ranks]
         for _ in range(max(counts) - mine):
-            self._new_group([self._rank])
+            self._new_group([self._rank], "gloo" if dist.is_gloo_available() else dist.get_backend(self._alive()))
 
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         timeout = timedelta(seconds=self.timeout_s)
-        made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        with without_splitting():
+            made = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made
 

@@ -45,10 +45,11 @@ class Group(Protocol):
         """How long a rank waits for another."""
         ...
 
-    def connect(self, ranks: Sequence[int]) -> Transport:
+    def connect(self, ranks: Sequence[int], *, through_host: bool = False) -> Transport:
         """Make the transport among some of the ranks; all of these call this, and make their transports in one order.
 
-        Nobody else communicates over it. Its `members` are the ranks in the order that the transport gives them.
+        Nobody else communicates over it. Its `members` are the ranks in the order that the transport gives them. With
+        `through_host`, values on a device are sent through the host's memory, whatever else could carry them.
         """
         ...
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from cadenza.common.streams import Moment, devices_of, keep_for_stream
 from cadenza.errors import TopologyError, TransportError
 from cadenza.transports.base import OUT_OF_STEP, Lane, bytes_of
 from cadenza.transports.loopback_store import LoopbackStore
@@ -120,7 +121,7 @@ class LoopbackGroup:
     def timeout_s(self) -> float:
         return self._hub.timeout_s
 
-    def connect(self, ranks: Sequence[int]) -> LoopbackTransport:
+    def connect(self, ranks: Sequence[int], *, through_host: bool = False) -> LoopbackTransport:
         members = tuple(sorted(set(ranks)))
         if not set(members) <= set(self.ranks) or self._rank not in members:
             raise TopologyError(
@@ -203,8 +204,17 @@ class LoopbackTransport:
         """Give all members a value, which nobody may change any more; the returned call waits for theirs, in order."""
         self._handed_over += 1
         number = self._handed_over
-        self._encounter.put(number, self._position, what, value)
-        return lambda: self._encounter.take(number, self._position)
+        tensors = [value] if isinstance(value, torch.Tensor) else []
+        self._encounter.put(number, self._position, what, (value, Moment(devices_of(tensors))))
+
+        def take() -> list[Any]:
+            found = self._encounter.take(number, self._position)
+            for _, handed_over in found:
+                handed_over.wait()
+            keep_for_stream(theirs for theirs, _ in found if isinstance(theirs, torch.Tensor))
+            return [theirs for theirs, _ in found]
+
+        return take
 
 
 class _LoopbackLane:

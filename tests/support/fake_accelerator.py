@@ -1,0 +1,392 @@
+"""An accelerator that is none: its tensors lie in host memory, and every misuse of streams on it is an error.
+
+It is torch's PrivateUse1 device with a Python backend, so device checks, factories and threads are torch's own. Each
+operation notes in which stream it reads and writes which memory. Who reads what another stream writes, or writes what
+another stream reads or writes, must have waited for an event of it: vector clocks tell, whatever the threads' luck.
+Memory may be freed only when the stream that it was made in comes after all who used it, or was told of them by
+`record_stream`. Copies to pinned memory arrive when the host waits for them, and until then the memory has NaN. Once
+it is installed the device stays for the life of the process, so tests use it in processes of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+__all__ = ["DEVICE", "DeviceTensor", "Misuse", "freed_too_early", "install", "no_host_waits", "on_device", "settle"]
+
+NAME = "fake"
+DEVICE = f"{NAME}:0"
+HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
+MAKES_MEMORY = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided"}
+# Where an address only tells tensors apart; everywhere else it would be read from.
+NAMES_MEMORY = {("packing", "_read"), ("bucket", "_span")}
+
+
+class Misuse(AssertionError):
+    """Something that would be wrong on a real device."""
+
+
+Clock = dict[int, int]  # how far each stream was known to be
+
+
+class Stream:
+    """A stream: it knows what it comes after."""
+
+    _count = 0
+
+    def __init__(self, device: Any = DEVICE) -> None:
+        self.device = device
+        self.id = Stream._count
+        Stream._count += 1
+        self.clock: Clock = {}
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        with _lock:
+            _come_after(event.clock, self.clock)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        with _lock:
+            _come_after(self.clock, event.clock)
+
+    def synchronize(self) -> None:
+        _host_waits(self.clock, "Stream.synchronize")
+
+
+class Event:
+    """An event: how far its stream was when it was recorded."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.clock: Clock = {}
+
+    def synchronize(self) -> None:
+        _host_waits(self.clock, "Event.synchronize")
+
+
+class Block:
+    """Memory of the device, and who has used it."""
+
+    def __init__(self) -> None:
+        self.home = _stream()
+        self.written: tuple[int, int] | None = None
+        self.used: Clock = {}
+        self.kept: set[int] = set()
+
+    def __del__(self) -> None:
+        if _lock is None:  # at the end of the process
+            return  # type: ignore[unreachable]
+        with _lock:
+            for stream, tick in self.used.items():
+                if stream not in self.kept | {self.home.id} and tick > self.home.clock.get(stream, 0):
+                    freed_too_early.append(f"memory of stream {self.home.id} was freed while stream {stream} used it")
+
+
+class Copy:
+    """A copy between the device and pinned memory that the host has not waited for yet."""
+
+    def __init__(self, host: torch.Tensor, values: torch.Tensor, stream: Stream, *, arrives: bool) -> None:
+        self.host, self.values, self.arrives = host, values, arrives
+        self.stream, self.tick = stream.id, stream.clock[stream.id]
+
+    def finish(self) -> None:
+        if self.arrives:
+            self.host.copy_(self.values)
+        elif not torch.equal(_bits(self.host), _bits(self.values)):
+            raise Misuse("Pinned memory was changed while it was copied to the device.")
+
+
+_lock = threading.RLock()
+_default = Stream()
+_here = threading.local()  # the current stream, what the host knows, whether it may wait
+_blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+_pinned: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets the address
+_copies: list[Copy] = []
+_installed: list[torch.library.Library] = []
+freed_too_early: list[str] = []
+host_waits: list[tuple[str, str]] = []  # of which thread, for what
+
+
+def _stream(device: Any = None) -> Stream:
+    found: Stream = getattr(_here, "stream", _default)
+    return found
+
+
+def _set_stream(stream: Stream) -> None:
+    _here.stream = stream
+
+
+def _come_after(clock: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+def _host_waits(clock: Clock, what: str) -> None:
+    if getattr(_here, "forbidden", ""):
+        raise Misuse(f"The host waits for the device ({what}) {_here.forbidden}.")
+    with _lock:
+        host_waits.append((threading.current_thread().name, what))
+        _here.known = getattr(_here, "known", {})
+        _come_after(_here.known, clock)
+        for copy in [copy for copy in _copies if copy.tick <= clock.get(copy.stream, 0)]:
+            _copies.remove(copy)
+            copy.finish()
+
+
+@contextmanager
+def no_host_waits(when: str) -> Iterator[None]:
+    """Let it be an error that this thread waits for the device, or copies from pageable memory."""
+    _here.forbidden = when
+    try:
+        yield
+    finally:
+        _here.forbidden = ""
+
+
+def settle() -> None:
+    """Wait for everything, as the end of a program does; then `freed_too_early` tells all."""
+    with _lock:
+        for copy in _copies:
+            copy.finish()
+        _copies.clear()
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the device. Its values lie in `host`."""
+
+    host: torch.Tensor
+    block: Block
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> DeviceTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=torch.device(DEVICE),
+        )
+        made.host, made.block = host, _block_of(host)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        caller = sys._getframe(1)
+        place = caller.f_globals["__name__"].rpartition(".")[2], caller.f_code.co_name
+        if place not in NAMES_MEMORY:
+            raise Misuse(f"A host pointer was taken from a tensor on the device, in {place}.")
+        return self.host.data_ptr()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise Misuse("A numpy array was made of a tensor on the device.")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def record_stream(self, stream: Stream) -> None:
+        self.block.kept.add(stream.id)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+
+
+def _block_of(host: torch.Tensor) -> Block:
+    """Return the block that a tensor's values lie in."""
+    place = host.untyped_storage().data_ptr()
+    with _lock:
+        found = _blocks.get(place) if place else None
+        if found is None:
+            found = Block()
+            if place:
+                _blocks[place] = found
+        return found
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    name = func.overloadpacket.__name__
+    given, _ = tree_flatten((args, kwargs))
+    near = [x for x in given if isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor)]
+    if name in {"copy_", "_foreach_copy_", "_to_copy", "_copy_from"} and (near or "device" in kwargs):
+        return _copy(name, args, kwargs)
+    if any(x.ndim for x in near):
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got some on {NAME} and cpu.")
+    reads, writes = _accesses(func, name, args, kwargs)
+    _enter(reads, writes)
+    if name in HOST_READS:
+        _host_waits(_stream().clock, name)
+    out = func(*tree_map(_host, args), **_on_host(kwargs))
+    if out is None or any(told.alias_info is not None and told.alias_info.is_write for told in func._schema.returns):
+        return None if out is None else kwargs.get("out", args[0])
+    made = tree_map(lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) else x, out)
+    if name not in MAKES_MEMORY and not _is_view(func):
+        _enter([], [x for x in tree_flatten(made)[0] if isinstance(x, DeviceTensor)])
+    return made
+
+
+def _host(x: Any) -> Any:
+    return x.host if isinstance(x, DeviceTensor) else x
+
+
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    return {key: torch.device("cpu") if key == "device" else tree_map(_host, value) for key, value in own.items()}
+
+
+def _is_view(func: Any) -> bool:
+    given = func._schema.returns
+    return bool(given) and all(r.alias_info is not None and not r.alias_info.is_write for r in given)
+
+
+def _accesses(func: Any, name: str, args: Any, kwargs: Any) -> tuple[list[DeviceTensor], list[DeviceTensor]]:
+    """Return which tensors an operation reads and writes."""
+    reads: list[DeviceTensor] = []
+    writes: list[DeviceTensor] = []
+    if _is_view(func) or name in MAKES_MEMORY:
+        return reads, writes
+    for position, told in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(told.name)
+        found = [x for x in tree_flatten(value)[0] if isinstance(x, DeviceTensor)]
+        (writes if told.alias_info is not None and told.alias_info.is_write else reads).extend(found)
+    return reads, writes
+
+
+def _enter(reads: list[DeviceTensor], writes: list[DeviceTensor]) -> None:
+    """Do the next thing in the current stream; it must come after all whom it could disturb, or be disturbed by."""
+    with _lock:
+        stream = _stream()
+        _come_after(stream.clock, getattr(_here, "known", {}))
+        tick = stream.clock[stream.id] = stream.clock.get(stream.id, 0) + 1
+        for tensor, writing in [*((x, False) for x in reads), *((x, True) for x in writes)]:
+            block = tensor.block
+            others = block.used if writing else dict([block.written] if block.written else [])
+            for other, when in others.items():
+                if other != stream.id and when > stream.clock.get(other, 0):
+                    raise Misuse(
+                        f"Stream {stream.id} {'writes' if writing else 'reads'} {tensor!r}, which stream {other} "
+                        f"{'uses' if writing else 'writes'}, without an event between them."
+                    )
+        for tensor in (*reads, *writes):
+            tensor.block.used[stream.id] = tick
+        for tensor in writes:
+            tensor.block.written = (stream.id, tick)
+
+
+def _copy(name: str, args: Any, kwargs: Any) -> Any:
+    """Copy between host and device."""
+    later = bool(kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False))
+    if name == "_foreach_copy_":
+        for target, source in zip(args[0], args[1], strict=True):
+            target.copy_(source, *args[2:])
+        return None
+    if name == "_to_copy":
+        made = torch.empty_like(_host(args[0]), dtype=kwargs.get("dtype") or args[0].dtype)
+        far = torch.device(kwargs.get("device") or args[0].device).type != "cpu"
+        target = DeviceTensor(made) if far else made
+        return target.copy_(args[0], non_blocking=False if not far else later)
+    target, source = args[:2] if name == "copy_" else (args[1], args[0])
+    if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
+        _enter([source], [target])
+        target.host.copy_(source.host)
+    elif isinstance(target, DeviceTensor):
+        _from_host(target, source, later=later)
+    else:
+        _to_host(target, source, later=later)
+    return target
+
+
+def _from_host(target: DeviceTensor, source: torch.Tensor, *, later: bool) -> None:
+    fresh = target.block.written is None
+    _enter([], [target])
+    with _lock:
+        _arrive_in_order(source)
+        target.host.copy_(source)
+        if later and _is_pinned(source):
+            _copies.append(Copy(source, source.clone(), _stream(), arrives=False))
+            return
+    if source.ndim:
+        _host_waits(_stream().clock, "a copy from pageable memory")
+        if fresh:
+            target.block.written = None  # it is there, whoever gets it after this
+
+
+def _to_host(target: torch.Tensor, source: DeviceTensor, *, later: bool) -> None:
+    _enter([source], [])
+    if later and _is_pinned(target):
+        with _lock:
+            _arrive_in_order(target)
+            _copies.append(Copy(target, source.host.to(target.dtype, copy=True), _stream(), arrives=True))
+            target.view(torch.uint8).fill_(255)  # NaN, in every precision
+        return
+    _host_waits(_stream().clock, "a copy to the host")
+    target.copy_(source.host)
+
+
+def _arrive_in_order(host: torch.Tensor) -> None:
+    """Finish the copies of this memory that come before what the current stream does now."""
+    for copy in [copy for copy in _copies if _overlap(copy.host, host)]:
+        if copy.tick > _stream().clock.get(copy.stream, 0):
+            raise Misuse("Pinned memory is used in a stream that did not wait for an earlier copy of it.")
+        _copies.remove(copy)
+        copy.finish()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+def _bits(host: torch.Tensor) -> torch.Tensor:
+    return host.contiguous().view(torch.uint8)
+
+
+def _is_pinned(host: torch.Tensor) -> bool:
+    return host.untyped_storage().data_ptr() in _pinned
+
+
+def on_device(host: torch.Tensor) -> DeviceTensor:
+    """Return a copy of a tensor on the device."""
+    return DeviceTensor(host.detach().clone())
+
+
+def install() -> None:
+    """Make the device this process's accelerator; for good."""
+    _setup_privateuseone_for_python_backend(NAME)
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    _installed.append(library)  # it ends with its owner
+
+    def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> DeviceTensor:
+        return DeviceTensor(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
+
+    def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> DeviceTensor:
+        return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+    library.impl("empty.memory_format", empty)
+    library.impl("empty_strided", empty_strided)
+    library.impl("_copy_from", lambda source, target, later=False: _copy("copy_", (target, source, later), {}))
+    plain_empty = torch.empty
+
+    def empty_or_pinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = plain_empty(*size, **options)
+        if pin_memory:
+            storage = made.untyped_storage()
+            _pinned[storage.data_ptr()] = storage
+        return made
+
+    torch.empty = empty_or_pinned  # type: ignore[assignment]
+    torch.Stream, torch.Event = Stream, Event  # type: ignore[misc,assignment]
+    torch.accelerator.current_stream = _stream  # type: ignore[assignment]
+    torch.accelerator.set_stream = _set_stream  # type: ignore[assignment]
