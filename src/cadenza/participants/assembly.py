@@ -7,6 +7,7 @@ stands.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.common.wording import name_workers
@@ -76,6 +77,8 @@ class Assembly:
             raise TurnedAwayError(f"Another process has taken the place of worker {self._me.worker}; this one ends.")
         arrivals = self._connection.call(self._arrivals)
         current = {w: arrival for w, arrival in arrivals.items() if heartbeat.is_current(w, arrival.incarnation)}
+        if self._me.worker in current:
+            current[self._me.worker] = self._informed(current)
         hopeful = heartbeat.doubted()  # asked before the others' deaths are, which may be told in between
         proposal = None
         try:
@@ -95,12 +98,19 @@ class Assembly:
                     self._refuse_strangers()
                     raise
                 return found
-        if proposal is not None and (proposal.members or not hopeful):
+        led = self._me.new and proposal is not None and not all(current[w].new for w in proposal.members)
+        if proposal is not None and (proposal.members or not hopeful) and not led:  # who leads knows the others better
             return self._decide(replace(proposal, decided_at=time.time()))
         if waited_s >= 3 * patience_s:
             self._connection.call(self._leave)
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait()
+
+    def _informed(self, current: Mapping[int, Arrival]) -> Arrival:
+        """Return this worker's arrival with what it knows by now of newcomers that it cannot reach."""
+        newcomers = {worker for worker, arrival in current.items() if arrival.new}
+        unreached = self._heartbeat.unreached() & newcomers | set(self._me.unreached)
+        return replace(self._me, unreached=tuple(sorted(unreached)))
 
     def _refuse_strangers(self) -> None:
         """Say why nobody came, if it is that the others have another secret."""
@@ -189,6 +199,12 @@ def obeyed(roster: Roster, me: Arrival) -> Roster:
         if roster.incarnations[roster.members.index(me.worker)] == me.incarnation:
             return roster
         raise RoundNotHeldError("the round is held with an earlier process in this worker's place", behind=True)
+    if others := (roster.unreached or {}).get(me.worker):
+        raise RoundNotHeldError(
+            f"worker {me.worker} was left out, as no connection can be made between it and {name_workers(others)}; "
+            "open the ports between their machines, and name the network that leads there (GLOO_SOCKET_IFNAME)",
+            behind=True,
+        )
     if not roster.members:
         raise RoundNotHeldError(f"{name_workers(roster.absent)} did not come", absent=roster.absent)
     raise RoundNotHeldError(

@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Set
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.beat import CLOCKS_S, Beat, Heard, beat_key
@@ -118,6 +119,14 @@ class Heartbeat:
         """Return the last beat of each other worker that beats."""
         with self._lock:
             return {w: heard.last for w, heard in self._heard.items() if not self._is_silent(heard)}
+
+    def unreached(self) -> set[int]:
+        """Return those that beat, and to which no connection could ever be made."""
+        return self._life.unreached() if self._life is not None else set()
+
+    def try_to_reach(self, workers: Set[int], seconds: float) -> set[int]:
+        """Connect to workers anew; return those to which that was not possible within the time."""
+        return self._life.try_anew(workers, seconds) if self._life is not None else set()
 
     def is_current(self, worker: int, incarnation: str) -> bool:
         """Tell whether a process still is the one in its worker's place, as far as is known."""
