@@ -50,6 +50,7 @@ def train(
     outer_lr: options.OuterLr = None,
     delay: options.Delay = None,
     faults: options.Faults = None,
+    accept_rollback: options.AcceptRollback = None,
     warmup_steps: options.WarmupSteps = None,
     steps: options.Steps = None,
     workers: options.Workers = None,

@@ -76,6 +76,7 @@ class Restoration:
         state.wait_for_pending()
         state.pending.clear()
         state.set_facts(self.mine.meta, own=self.own)
+        self.replica.participants.resume(self.shared.meta.get("held", 0))
         state.known, state.fragment_count = set(self.shared.meta["known"]), self.shared.meta["fragments"]
         state.fragments = dict(self.shared.meta["fragment_of"])
         self.replica.view.take_part(state.fragments)

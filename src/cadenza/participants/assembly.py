@@ -14,7 +14,7 @@ from cadenza.common.wording import name_workers
 from cadenza.errors import TurnedAwayError
 from cadenza.faults import FaultPolicy
 from cadenza.participants.heartbeat import Heartbeat
-from cadenza.participants.latest_round import LatestRound
+from cadenza.participants.latest_round import Latest, LatestRound
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.round_index import note_round
@@ -34,13 +34,22 @@ class Assembly:
         signer: What signs what is written.
         round: The round.
         me: What this worker writes when it arrives.
+        accepts_rollback: Whether a state that has seen fewer rounds than were held may be gone on from.
     """
 
     def __init__(
-        self, connection: StoreConnection, heartbeat: Heartbeat, signer: Signer, round: RoundId, me: Arrival
+        self,
+        connection: StoreConnection,
+        heartbeat: Heartbeat,
+        signer: Signer,
+        round: RoundId,
+        me: Arrival,
+        *,
+        accepts_rollback: bool = False,
     ) -> None:
         self._connection, self._heartbeat, self._signer = connection, heartbeat, signer
         self._round, self._me = round, me
+        self._accepts_rollback = accepts_rollback
         self._base = f"round/{round}"
 
     def hold(self, policy: FaultPolicy, *, workers: int, patience_s: float) -> Roster:
@@ -90,6 +99,8 @@ class Assembly:
                 gone=heartbeat.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,
+                held=heartbeat.held,
+                accept_rollback=self._accepts_rollback,
             )
         except RoundNotHeldError:
             if not hopeful:
@@ -131,13 +142,14 @@ class Assembly:
         def announce(store: SignedStore) -> RoundId:
             if store.check(["finished"]):
                 raise RoundNotHeldError("the others have finished", behind=True, over=True)
-            latest = LatestRound(self._signer).raise_to(store, self._round)
-            if latest == self._round:
+            self._heartbeat.note(LatestRound(self._signer).read(store))
+            latest = LatestRound(self._signer).raise_to(store, Latest(self._round, self._heartbeat.held))
+            self._heartbeat.note(latest)
+            if latest.round == self._round:
                 note_round(store, self._round, members=len(self._heartbeat.known()))
-            return latest
+            return latest.round
 
         latest = self._connection.call(announce)
-        self._heartbeat.note(latest)
         if self._round < latest:
             raise RoundNotHeldError(
                 f"the others are at step {latest.step} and this worker at {self._round.step}",

@@ -17,6 +17,7 @@ from typing import TypeVar
 from cadenza.errors import (
     CadenzaError,
     ContributionRefusedError,
+    NobodyLeftError,
     StoreLostError,
     TransportError,
     TurnedAwayError,
@@ -28,7 +29,7 @@ from cadenza.participants.group_keeper import GroupKeeper
 from cadenza.participants.latecomer import Latecomer
 from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.membership import Membership
-from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError
+from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError
 from cadenza.participants.roster_log import RosterLog
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signed_store import SignedStore
@@ -85,6 +86,7 @@ class ElasticParticipants:
         self._losses = 0
         self._log = RosterLog(membership.worker)
         self._tried: RoundId | None = None
+        self._refused_at: float | None = None  # since when there was nobody who has seen the last rounds
         self._called: RoundId | None = None
 
     @property
@@ -95,6 +97,13 @@ class ElasticParticipants:
     @property
     def members(self) -> tuple[int, ...]:
         return self._last
+
+    @property
+    def held(self) -> int:
+        return self._rounds
+
+    def resume(self, held: int) -> None:
+        self._rounds = self.membership.heartbeat.held = max(self._rounds, held)
 
     @property
     def history(self) -> str:
@@ -172,12 +181,14 @@ class ElasticParticipants:
             roster = self._roster_of(round, self._arrival(round, digest, settled), patience_s)
         except RoundNotHeldError as error:
             self.over = self.over or error.over
+            self._refuse_for_long(error)
             if error.behind and not self.behind:
                 self.behind, self._late_s = True, 0.0 if self._new else max(0.001, time.time() - began)
             return FailedRound(str(error), error.absent)
         except StoreLostError as error:
             self.behind = True
             return FailedRound(str(error))
+        self._refused_at = None
         self._log.write(roster, round, last=self._last)
         try:
             self._form(roster, round)
@@ -186,8 +197,26 @@ class ElasticParticipants:
         return Admission(catching_up=bool(roster.behind), settled=roster.settled)
 
     def _roster_of(self, round: RoundId, me: Arrival, patience_s: float) -> Roster:
-        assembly = Assembly(self._connections[0], self.membership.heartbeat, self.membership.signer, round, me)
+        membership, connection = self.membership, self._connections[0]
+        accepts = membership.accepts_rollback
+        assembly = Assembly(connection, membership.heartbeat, membership.signer, round, me, accepts_rollback=accepts)
         return assembly.hold(self.policy, workers=self.membership.workers, patience_s=patience_s)
+
+    def _refuse_for_long(self, error: RoundNotHeldError) -> None:
+        """End the training if those who have seen the last rounds do not come back."""
+        if not isinstance(error, RollbackError):
+            return
+        now = time.monotonic()
+        if self._refused_at is None:
+            self._refused_at = now
+            _logger.warning("Worker %d: %s. They are waited for.", self.worker, error)
+        elif now - self._refused_at > self.policy.patience.first_s:
+            raise NobodyLeftError(
+                f"{str(error).capitalize()}; they did not come back for {self.policy.patience.first_s:g} s. Start all "
+                "workers from a checkpoint, under another name (CADENZA_JOB, or join(job=…)); or let them go on from "
+                "the older state (CADENZA_ACCEPT_ROLLBACK=1, join(accept_rollback=True), or cadenza train "
+                "--accept-rollback)."
+            )
 
     def _renew_connections(self) -> None:
         """Let go of connections to a store that was lost since."""
@@ -210,6 +239,7 @@ class ElasticParticipants:
             settled=settled,
             called=self._called is not None and round.step == self._called.step,
             unreached=self._group.unreached(),
+            unsure=self.membership.heartbeat.forgetful,
         )
 
     def _form(self, roster: Roster, round: RoundId) -> None:
@@ -279,7 +309,9 @@ class ElasticParticipants:
         return FailedRound(reason, tuple(sorted(self._group.missing(roster))), own_fault)
 
     def commit(self, round: RoundId, wire_s: float) -> None:
-        self._rounds += 1
+        heartbeat = self.membership.heartbeat
+        self._rounds = max(self._rounds, self._roster.given_up) + 1
+        heartbeat.held, heartbeat.forgetful = max(heartbeat.held, self._rounds), False
         self._chain = _link(self._chain, round, self._roster)
         known = self._usual_s
         self._usual_s = wire_s if known is None else _MEMORY * known + (1 - _MEMORY) * wire_s

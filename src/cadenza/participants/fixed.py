@@ -37,6 +37,7 @@ class FixedParticipants:
     over = False
     idle = False
     last_phases = (0,)
+    held = 0
 
     def __init__(self, strategy: Strategy, group: Group, topology: Topology | None = None) -> None:
         self.levels: Sequence[LevelGroup] = _build_levels(strategy, group, topology)
@@ -57,6 +58,9 @@ class FixedParticipants:
         if mine not in self._changing:  # its members have met in the same rounds, so it is new to all of them
             self._changing[mine] = LevelGroup(known.plan, known.name, self._group.connect(mine))
         return self._changing[mine]
+
+    def resume(self, held: int) -> None:
+        """Nobody counts."""
 
     def start(self, state: SharedState) -> None:
         state.take_from_first(self.levels[-1].transport)

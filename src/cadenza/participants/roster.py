@@ -14,7 +14,7 @@ from cadenza.common.wording import name_workers
 from cadenza.errors import CadenzaError
 from cadenza.faults import FaultPolicy
 
-__all__ = ["Arrival", "Roster", "RoundNotHeldError", "propose"]
+__all__ = ["Arrival", "RollbackError", "Roster", "RoundNotHeldError", "propose"]
 
 
 class RoundNotHeldError(CadenzaError):
@@ -25,6 +25,10 @@ class RoundNotHeldError(CadenzaError):
         self.absent = tuple(absent)
         self.behind = behind
         self.over = over
+
+
+class RollbackError(RoundNotHeldError):
+    """Nobody who is here has seen the last rounds that were held, or can know that it has."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Arrival:
         here: False if it has given up waiting.
         called: Whether it came because others were said to hold the round, and not by steps of its own.
         unreached: Workers to which it cannot connect.
+        unsure: Whether the store has forgotten, since its last round, how many were held.
     """
 
     worker: int
@@ -57,6 +62,7 @@ class Arrival:
     here: bool = True
     called: bool = False
     unreached: tuple[int, ...] = ()
+    unsure: bool = False
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -93,6 +99,7 @@ class Roster:
         settled: Whether the leader holds the result of this step's round already.
         decided_at: When that was decided, in seconds since 1970 by the clock of the one who proposed it.
         unreached: Who came and is left out, and the members that cannot connect to it, or it to them.
+        given_up: Up to which number rounds were held that nobody here has seen, and that are given up.
     """
 
     members: tuple[int, ...]
@@ -106,6 +113,7 @@ class Roster:
     settled: bool = False
     decided_at: float = 0.0
     unreached: Mapping[int, Sequence[int]] | None = None
+    given_up: int = 0
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -119,6 +127,7 @@ class Roster:
         for name in ("turned_away", "unreached", "late"):
             told[name] = {int(key): value for key, value in (told[name] or {}).items()}
         told["unreached"] = {worker: _whole_numbers(others) for worker, others in told["unreached"].items()}
+        _whole_numbers([told["given_up"]])
         roster = cls(**told)
         if len(roster.incarnations) != len(roster.members) or (roster.members and roster.leader not in roster.members):
             raise ValueError("this is no roster")
@@ -141,6 +150,8 @@ def propose(
     gone: Set[int],
     workers: int,
     time_is_up: bool,
+    held: int = 0,
+    accept_rollback: bool = False,
 ) -> Roster | None:
     """Return the roster that these arrivals allow, or None as long as waiting may help.
 
@@ -152,8 +163,11 @@ def propose(
         gone: Who has signed off.
         workers: How many are expected at the very first round, numbered from 0.
         time_is_up: Whether those who are late have been waited for.
+        held: How many rounds were held, as far as is known.
+        accept_rollback: Whether a state that has seen fewer may be gone on from.
 
     Raises:
+        RollbackError: Nobody who is here has seen the last rounds that were held.
         RoundNotHeldError: There is no use in waiting.
     """
     agreed = _agreed(arrivals)
@@ -177,6 +191,8 @@ def propose(
     if veterans and all(arrival.called for arrival in veterans):
         raise RoundNotHeldError("of those who came, nobody has come to this step by its own steps")
     absent = tuple(sorted((missing | last) - members))
+    # Where the store has forgotten, those without a state are no witnesses: others may have seen more.
+    witnesses = {w for w in members if not arrivals[w].new} if leader is not None and leader.unsure else members
     if not members or not policy.enough(members, last):
         reason = f"only {name_workers(members)} came, of {name_workers(last)}" + _told(unreached)
         if leader is not None and policy.enough(last, last) and 2 * len(members & last) > len(last):
@@ -186,6 +202,13 @@ def propose(
         if leader is None and not time_is_up:
             return None
         raise RoundNotHeldError(reason, absent=absent)
+    lost = held if leader is not None and leader.rounds < held else 0
+    if lost and leader is not None and not accept_rollback:
+        text = f"{held} rounds were held, and of those who are here nobody has seen more than {leader.rounds}"
+        raise RollbackError(text, absent=absent)
+    if not policy.enough(witnesses, last) and not accept_rollback:
+        text = f"the store has forgotten how many rounds were held, and only {name_workers(witnesses)} has seen any"
+        raise RollbackError(text, absent=absent)
     first = leader.worker if leader is not None else min(members)
     chain = arrivals[first].chain
     behind = [w for w in sorted(members) if w != first and (arrivals[w].new or arrivals[w].chain != chain)]
@@ -203,6 +226,7 @@ def propose(
         keep,
         arrivals[first].settled,
         unreached=unreached,
+        given_up=lost,
     )
 
 

@@ -38,6 +38,9 @@ class RosterLog:
             if worker not in self._unreached:
                 text = "Step %d: worker %d is left out: no connection can be made between it and %s."
                 _logger.warning(text, round.step, worker, name_workers(others))
+        if roster.given_up:
+            text = "Step %d: rounds up to number %d, which nobody who is here has seen, are given up (accept_rollback)."
+            _logger.warning(text, round.step, roster.given_up)
         self._unreached = set(roster.unreached or ())
         if roster.behind and round.step:
             _logger.warning("Step %d: %s caught up with the others.", round.step, name_workers(roster.behind))

@@ -9,7 +9,7 @@ import pytest
 
 import cadenza
 from cadenza.participants.assembly import obeyed
-from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
+from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signing import Signer
 
@@ -202,3 +202,24 @@ def test_two_that_cannot_reach_each_other_hold_no_round_and_say_why() -> None:
     first, second = (arrival(w, last=(0, 1), unreached=(1 - w,)) for w in (0, 1))
     with pytest.raises(RoundNotHeldError, match="worker 1 cannot be reached by worker 0"):
         proposed(first, second, known={0, 1})
+
+
+def test_nobody_leads_from_below_the_rounds_that_were_held() -> None:
+    """A majority has held 253 rounds and comes back empty; the two that are left have seen 95."""
+    everyone = {"known": set(range(5)), "held": 253}
+    book = [arrival(w, rounds=95, last=tuple(range(5))) for w in (3, 4)] + [new(w) for w in (0, 1, 2)]
+    with pytest.raises(RollbackError, match=r"253 rounds were held, .* nobody has seen more than 95"):
+        proposed(*book, **everyone)
+    roster = proposed(*book, **everyone, accept_rollback=True)
+    assert roster is not None
+    assert (roster.leader, roster.given_up, roster.behind) == (3, 253, (0, 1, 2))
+    assert Roster.unpack(roster.pack()) == replace(roster, turned_away={}, late={}, unreached={})
+
+
+def test_a_worker_that_comes_back_empty_counts_where_the_store_remembers() -> None:
+    book = arrival(0, last=(0, 1)), new(1)
+    roster = proposed(*book, known={0, 1}, held=4)
+    assert roster is not None
+    assert roster.members == (0, 1)
+    with pytest.raises(RollbackError, match="only worker 0 has seen any"):
+        proposed(replace(book[0], unsure=True), book[1], known={0, 1}, held=4)
