@@ -245,7 +245,8 @@ class ElasticParticipants:
     def _form(self, roster: Roster, round: RoundId) -> None:
         """Have a process group of the roster's members."""
         self._roster = roster
-        self.levels[0].transport = self._group.form(roster, round, timeout_s=self._limit_s(roster))
+        if (transport := self._group.form(roster, round, timeout_s=self._limit_s(roster))) is not None:
+            self.levels[0].transport = transport
 
     def catch_up(self, state: SharedState) -> FailedRound | None:
         roster = self._roster

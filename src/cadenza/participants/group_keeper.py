@@ -41,15 +41,16 @@ class GroupKeeper:
         """A name for the group that no other one has; empty if none works."""
         return self._place if self._generation is not None and self._generation.usable else ""
 
-    def form(self, roster: Roster, round: RoundId, *, timeout_s: float) -> Transport:
-        """Have a group of the roster's members, and return the way to them."""
+    def form(self, roster: Roster, round: RoundId, *, timeout_s: float) -> Transport | None:
+        """Have a group of the roster's members; return the way to them if it is a new one."""
         self._roster = roster
-        if not roster.keep or self._generation is None:
-            self.part()
-            self._place = f"round/{round}"
-            self._generation = self._assemble(self._place, roster.members, timeout_s)
-            self._reachability.forget(roster.members)
-        self._generation.set_timeout(timeout_s)
+        if roster.keep and self._generation is not None:
+            self._generation.set_timeout(timeout_s)
+            return None
+        self.part()
+        self._place = f"round/{round}"
+        self._generation = self._assemble(self._place, roster.members, timeout_s)
+        self._reachability.forget(roster.members)
         return self._generation.transport
 
     @contextmanager
