@@ -150,6 +150,13 @@ def prepare(replica: Replica, state: Mapping[str, torch.Tensor | str], *, worker
 
     `worker` says whose entry is taken, where workers are known by their numbers; otherwise positions decide.
     """
+    try:
+        return _prepare(replica, state, worker)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"This state is not what was saved: {error!r}. Nothing was changed.") from error
+
+
+def _prepare(replica: Replica, state: Mapping[str, torch.Tensor | str], worker: int | None) -> Restoration:
     place = replica.place()
     shared = _saved(state, place.shared_root)
     _check_terms(replica, shared.meta, place)

@@ -337,7 +337,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is a folder; the path of a TOML file is required.") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not a text file; a TOML file is required.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # tomllib has errors of its own, and lets others through
         raise UsageError(f"{path} is not TOML: {error}.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
