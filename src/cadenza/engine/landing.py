@@ -79,7 +79,7 @@ class Landing:
             pending.layout.unpack(state.anchors)
         pending.origins = [anchor.clone() for anchor in state.anchors]
         now = state.progress(pending.layout) if state.plan.outer.needs_own else ()
-        take_outer_step(pending, state, result, now)
+        take_outer_step(pending, state, result, now, guarded=self._participants.atomic)
         pending.write(state.anchors)
         return state.anchors
 
