@@ -166,10 +166,7 @@ class RoundReport:
         known = {field.name: field for field in fields(cls)}
         if missing := [name for name, field in known.items() if field.default is MISSING and name not in figures]:
             raise ValueError(f"A report names its {', '.join(missing)}; got {text[:80]!r}.")
-        return cls(**{name: _restored(name, figures[name]) for name in known if name in figures})
-
-
-_FLOATS = {"stall_s", "wire_s", "drift", "codec_error"}
+        return cls(**{name: _restored(name, str(known[name].type), figures[name]) for name in known if name in figures})
 
 
 def _plain(value: Any) -> Any:
@@ -178,9 +175,20 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _restored(name: str, value: Any) -> Any:
-    if name == "weights":
-        return tuple(float(weight) for weight in value)
-    if name in ("participants", "absent"):
-        return tuple(value)
-    return float(value) if name in _FLOATS and value is not None else value
+def _restored(name: str, kind: str, value: Any) -> Any:
+    """Return a field's value of the type that it is annotated with; infinity and NaN are texts in JSON."""
+    if value is None and kind.endswith("| None"):
+        return None
+    kind = kind.removesuffix(" | None")
+    try:
+        if kind.startswith("tuple["):
+            of = kind.removeprefix("tuple[").removesuffix(", ...]")
+            return tuple(_restored(name, of, item) for item in [*value])
+        if kind == "float" and not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    else:
+        if type(value).__name__ == kind:
+            return value
+    raise ValueError(f"The {name} of a report is of type {kind}; got {value!r}.")

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from cadenza.codecs import native
+from cadenza.codecs import kernels, native
 from cadenza.common.streams import Moment
 from cadenza.engine import host_copies, layout, pending, round_runner
 from cadenza.engine.synchronizer import Synchronizer
@@ -90,7 +90,7 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
     "numpy() in every step": ("diloco", in_every_step(lambda tensor: tensor.numpy()), "A numpy array was made"),
     "machine code on the device": (
         "diloco late",
-        mock.patch.object(native, "on_the_cpu", return_value=True),
+        mock.patch.object(kernels, "_load", return_value=native.kernels()),
         "A host pointer was taken",
     ),
     "packed memory is used before it is there": (

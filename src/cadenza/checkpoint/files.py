@@ -77,14 +77,27 @@ def read_manifest(path: Path) -> Manifest:
         fields: dict[str, Any] = json.loads(beside.read_text())
         check = fields.pop("check")
         manifest = Manifest(**fields)
+        _check_types(fields)
     except FileNotFoundError:
         missing = beside if path.exists() else path
         raise CheckpointError(f"{missing} is missing: it was lost, or never written to the end.") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{beside} is damaged: it is not the manifest that was written ({error}).") from error
     if check != _check(fields):
         raise CheckpointError(f"{beside} is damaged: it is not the manifest that was written.")
     return manifest
+
+
+def _check_types(fields: Mapping[str, Any]) -> None:
+    """Raise if a field is of a wrong type, as in a file that another program wrote."""
+    workers = fields.get("workers")
+    numbers = [*(fields[name] for name in ("format", "bytes", "step")), *([] if workers is None else workers)]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise TypeError("what is a number in it must be one, and not below 0")
+    if not isinstance(workers, list | None) or any(
+        type(fields[name]) is not str for name in ("blake2b", "fingerprint")
+    ):
+        raise TypeError("workers are a list, and hashes are texts")
 
 
 def verify(path: Path, manifest: Manifest) -> None:
@@ -111,7 +124,7 @@ def read_state(path: Path, *, leave: Callable[[str], bool] | None = None) -> Sta
             state: State = dict(json.loads((file.metadata() or {})[_TEXTS]))
             keys = [key for key in file.keys() if leave is None or not leave(key)]  # noqa: SIM118
             state |= {key: file.get_tensor(key) for key in keys}
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is no safetensors file that Cadenza wrote: {error}") from error
     return state
 

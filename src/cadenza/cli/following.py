@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from cadenza.training.metric_lines import is_readable
 from cadenza.training.metrics import metrics_file
 
 __all__ = ["Follower", "Progress", "WorkerProgress"]
@@ -238,7 +239,9 @@ class Follower:
         for number, line in enumerate(lines):
             last_step = number + 1 == len(lines) or not lines[number + 1].startswith(_STEP)
             if not line.startswith(_STEP) or last_step:
-                yield json.loads(line)
+                told = json.loads(line)
+                if is_readable(told):
+                    yield told
 
 
 def _last_line(path: Path) -> int:

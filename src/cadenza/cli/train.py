@@ -50,6 +50,7 @@ def train(
     outer_lr: options.OuterLr = None,
     delay: options.Delay = None,
     faults: options.Faults = None,
+    accept_rollback: options.AcceptRollback = None,
     warmup_steps: options.WarmupSteps = None,
     steps: options.Steps = None,
     workers: options.Workers = None,
@@ -107,7 +108,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f'--set "{setting}": KEY=VALUE is required, such as --set strategy.period=8.')
         try:
             found[key.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             if not re.fullmatch(r"[\w.:+/-]+", text):
                 raise UsageError(f"--set {setting}: the value is not TOML; texts are written 'like this'.") from None
             found[key.strip()] = text

@@ -30,6 +30,7 @@ CONFIG_KEYS = {
     "delay": "strategy.delay",
     "warmup_steps": "strategy.warmup_steps",
     "faults": "faults.policy",
+    "accept_rollback": "faults.accept_rollback",
     "workers": "launch.workers",
     "nnodes": "launch.nnodes",
     "node_rank": "launch.node_rank",
@@ -163,6 +164,10 @@ Faults: TypeAlias = Annotated[
         metavar="POLICY",
         autocompletion=_complete_policy,
     ),
+]
+AcceptRollback: TypeAlias = Annotated[
+    bool | None,
+    _option("Go on from an older state if all that have seen the last rounds are gone.", STRATEGY, "--accept-rollback"),
 ]
 WarmupSteps: TypeAlias = Annotated[int | None, _option("Steps with averaged gradients, at first.", STRATEGY)]
 

@@ -143,23 +143,31 @@ def _load(command: str) -> ctypes.CDLL:
 
 
 def _load_from(folder: Path, command: str) -> ctypes.CDLL:
-    library = folder / f"kernels-{_key(command)}.so"
-    if not library.exists():
-        _compile(command, library)
-    return ctypes.CDLL(str(library))
+    key = _key(command)
+    found = next((path for path in sorted(folder.glob(f"kernels-{key}-*.so")) if _is_whole(path)), None)
+    return ctypes.CDLL(str(found or _compile(command, folder, key)))
 
 
-def _compile(command: str, library: Path) -> None:
+def _is_whole(library: Path) -> bool:
+    """Tell whether a library is what was compiled, by the hash in its name: one cut short would end the process."""
+    return library.stem.rpartition("-")[2] == _hash(library)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def _compile(command: str, folder: Path, key: str) -> Path:
     # Under a name of its own at first: several ranks may be at it.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        made = Path(place) / "kernels.so"
         for target in (["-march=native"], []):  # not every compiler knows the processor
             argv = [command, *_FLAGS, *target, str(_SOURCE), "-o", str(made), "-lm"]
             done = subprocess.run(argv, capture_output=True, timeout=_TIMEOUT_S, check=False)
             if done.returncode == 0:
                 break
         done.check_returncode()
-        made.replace(library)
+        return made.replace(folder / f"kernels-{key}-{_hash(made)}.so")
 
 
 def _cache() -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -43,7 +44,8 @@ class FlatRound:
         exact: More flat values, averaged as they are, all members alike.
         inner_lrs: The learning rates that the outer update uses; the first member's, should members differ.
         meter: Measures what is to be known of the round.
-        make_equal: Called before anything is sent, on all members, if their anchors are not the same bits.
+        make_equal: Called before anything is sent, on all members, if their anchors are not the same bits, with the
+            position of the member whose anchor all take.
     """
 
     values: Sequence[torch.Tensor]
@@ -53,7 +55,7 @@ class FlatRound:
     exact: Sequence[torch.Tensor] = ()
     inner_lrs: dict[str, float] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
-    make_equal: Callable[[], None] | None = None
+    make_equal: Callable[[int], None] | None = None
 
     @property
     def lr_mark(self) -> int:
@@ -89,7 +91,7 @@ def average_flat(
             if len({header.lr_mark for header in headers}) > 1:
                 work.inner_lrs = json.loads(text_of_first(transport, json.dumps(work.inner_lrs)))
             if work.make_equal is not None and len({header.anchor for header in headers}) > 1:
-                work.make_equal()
+                work.make_equal(_commonest_anchor(headers))
             work.meter.begin(work.values)
             _exchange(work, group, header, result)
         except TransportError as error:
@@ -99,6 +101,12 @@ def average_flat(
             ) from error
     result.wire_s = time.perf_counter() - started
     return result
+
+
+def _commonest_anchor(headers: Sequence[Header]) -> int:
+    """Return the first member that has the anchor of most, so that one that was damaged does not spread."""
+    counts = Counter(header.anchor for header in headers if not header.faulty)
+    return max(range(len(headers)), key=lambda i: (not headers[i].faulty, counts[headers[i].anchor], -i))
 
 
 def _exchange(work: FlatRound, group: LevelGroup, header: Header, result: RoundResult) -> None:

@@ -81,7 +81,7 @@ class Landing:
         pending.layout.settle()
         pending.origins = self._replica.spare.copy(state.anchors, pending.layout)
         now = state.progress(pending.layout) if state.plan.outer.needs_own else ()
-        take_outer_step(pending, state, result, now)
+        take_outer_step(pending, state, result, now, guarded=self._participants.atomic)
         pending.write(state.anchors)
         return state.anchors
 

@@ -172,7 +172,11 @@ class LevelState:
 
     def restart(self, layout: Layout) -> None:
         """Start anew from the parameters' values, as if no round had been held."""
-        layout.pack(self.anchors)
+        self.go_back_to(layout)
+
+    def go_back_to(self, anchors: Layout | Sequence[torch.Tensor]) -> None:
+        """Start anew from anchors."""
+        self.set_anchor(anchors)
         self.outer_states = [self.plan.outer.init(anchor) for anchor in self.anchors]
         for residual in self.residuals or ():
             residual.clear()

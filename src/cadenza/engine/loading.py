@@ -76,6 +76,7 @@ class Restoration:
         state.wait_for_pending()
         state.pending.clear()
         state.set_facts(self.mine.meta, own=self.own)
+        self.replica.participants.resume(self.shared.meta.get("held", 0))
         state.known, state.fragment_count = set(self.shared.meta["known"]), self.shared.meta["fragments"]
         state.fragments = dict(self.shared.meta["fragment_of"])
         self.replica.view.take_part(state.fragments)
@@ -149,6 +150,13 @@ def prepare(replica: Replica, state: Mapping[str, torch.Tensor | str], *, worker
 
     `worker` says whose entry is taken, where workers are known by their numbers; otherwise positions decide.
     """
+    try:
+        return _prepare(replica, state, worker)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"This state is not what was saved: {error!r}. Nothing was changed.") from error
+
+
+def _prepare(replica: Replica, state: Mapping[str, torch.Tensor | str], worker: int | None) -> Restoration:
     place = replica.place()
     shared = _saved(state, place.shared_root)
     _check_terms(replica, shared.meta, place)

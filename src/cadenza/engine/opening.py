@@ -11,6 +11,7 @@ from cadenza.errors import (
     CadenzaError,
     ContributionRefusedError,
     DisagreementError,
+    NobodyLeftError,
     NotFiniteError,
     RoundAbortedError,
     RoundError,
@@ -119,6 +120,8 @@ def failing_as_round(step: int) -> Iterator[None]:
     """Let a failure of the transport, wherever it happens in a round, be the RoundError that callers are promised."""
     try:
         yield
+    except NobodyLeftError:
+        raise  # no round was begun
     except TransportError as error:
         raise RoundError(
             f"The round at step {step} failed on its way, and ranks may hold different values now. Restore all of them "

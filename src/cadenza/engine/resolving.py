@@ -37,6 +37,11 @@ _UNEQUAL = (
     "worker %d, and will wherever it happens again. Machines of unlike kinds round differently in an optimizer of "
     "torch as the outer update; cadenza.outer.nesterov, sgd and slowmo round alike on all, and spare you the bytes."
 )
+_ABSURD = 1e6  # times as large as what went into it, or as 1: no outer step makes that of a model
+_TAKEN_BACK = (
+    "The outer step at step %d gave values that cannot be right (fragment %d): all go on from the anchor before it, "
+    "and the outer update begins anew."
+)
 
 
 @dataclass
@@ -53,6 +58,7 @@ class Resolver:
         measures_drift: Whether to measure the drift.
         participants: Who agrees on the result.
         spare: Memory to use.
+        faulty: Whether this worker's own values were found to be bad.
     """
 
     pending: PendingRound
@@ -64,6 +70,7 @@ class Resolver:
     measures_drift: bool
     participants: Participants
     spare: SpareMemory
+    faulty: bool = False
 
     @torch.no_grad()
     def resolve(self) -> RoundResult | FailedRound:
@@ -145,6 +152,7 @@ class Resolver:
         problem = self.problem or problem_of(self.pending.layout.fragment, norm2, self.pending.step, self._culprit)
         if problem is None or not self.participants.atomic:
             return header, problem
+        self.faulty = True
         for flat in self.pending.values:
             flat.zero_()
         return replace(header, weight=0.0, norm2=0.0, faulty=True), None
@@ -154,23 +162,24 @@ class Resolver:
         slices = self.pending.layout.slices(self.pending.values)
         return next((f"parameter {name}" for name, part in slices if not part.isfinite().all()), None)
 
-    def _make_anchors_equal(self, meter: Meter) -> None:
-        """Take the first member's anchor, as the others do: they were not the same bits."""
+    def _make_anchors_equal(self, meter: Meter, source: int) -> None:
+        """Take one member's anchor, as the others do: they were not the same bits."""
         pending, transport = self.pending, self.group.transport
         meter.forget()
-        moved = self.state.take_from(transport, source=0)
-        for flat, step in zip(pending.values, moved, strict=True):
-            flat.add_(step)
+        moved = self.state.take_from(transport, source=source)
+        if not self.faulty:  # whose values were bad sends zeros
+            for flat, step in zip(pending.values, moved, strict=True):
+                flat.add_(step)
         if not self.state.warned:
             self.state.warned = True
-            _logger.warning(_UNEQUAL, self.group.name, pending.fragment, pending.step, transport.members[0])
+            _logger.warning(_UNEQUAL, self.group.name, pending.fragment, pending.step, transport.members[source])
 
     def _finish(self, result: RoundResult) -> None:
         pending, plan = self.pending, self.group.plan
         if self.measures_drift:
             pending.drift = result.measured.drift
         if plan.anchored and not pending.restarts:
-            take_outer_step(pending, self.state, result)
+            take_outer_step(pending, self.state, result, guarded=self.participants.atomic)
             self.spare.give_back(pending.values)
             pending.values = ()
         if result.own_left_out:
@@ -179,9 +188,17 @@ class Resolver:
 
 @torch.no_grad()
 def take_outer_step(
-    pending: PendingRound, state: LevelState, result: RoundResult, now: Sequence[torch.Tensor] = ()
+    pending: PendingRound,
+    state: LevelState,
+    result: RoundResult,
+    now: Sequence[torch.Tensor] = (),
+    *,
+    guarded: bool = False,
 ) -> None:
-    """Make the new anchor of the mean difference; without one where nobody had anything to add."""
+    """Make the new anchor of the mean difference; without one where nobody had anything to add.
+
+    Where it is `guarded`, an outer step whose result is not finite, or absurd, is taken back, on all members alike.
+    """
     if result.weightless:
         state.take(pending.values)
         return
@@ -193,4 +210,12 @@ def take_outer_step(
         now=now,
         anchor_means=pending.anchor_means,
     )
+    if not guarded:
+        state.update(pending.values, inputs)
+        return
+    kept = [anchor.clone() for anchor in state.anchors]
+    limit2 = _ABSURD**2 * (norm_squared(*kept, *pending.values) + sum(map(torch.numel, kept)))
     state.update(pending.values, inputs)
+    if not norm_squared(*state.anchors) <= limit2:
+        state.go_back_to(kept)
+        _logger.warning(_TAKEN_BACK, pending.step, pending.fragment)

@@ -92,6 +92,7 @@ def _shared_facts(replica: Replica, place: Place) -> dict[str, Any]:
         "strategy": identity(replica.strategy),
         "parameters": describe_parameters(replica.view),
         "known": sorted(state.known),
+        "held": replica.participants.held,
         "fragments": state.fragment_count,
         "fragment_of": state.fragments,
     }

@@ -7,13 +7,14 @@ stands.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.common.wording import name_workers
 from cadenza.errors import TurnedAwayError
 from cadenza.faults import FaultPolicy
 from cadenza.participants.heartbeat import Heartbeat
-from cadenza.participants.latest_round import LatestRound
+from cadenza.participants.latest_round import Latest, LatestRound
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.round_index import note_round
@@ -33,13 +34,22 @@ class Assembly:
         signer: What signs what is written.
         round: The round.
         me: What this worker writes when it arrives.
+        accepts_rollback: Whether a state that has seen fewer rounds than were held may be gone on from.
     """
 
     def __init__(
-        self, connection: StoreConnection, heartbeat: Heartbeat, signer: Signer, round: RoundId, me: Arrival
+        self,
+        connection: StoreConnection,
+        heartbeat: Heartbeat,
+        signer: Signer,
+        round: RoundId,
+        me: Arrival,
+        *,
+        accepts_rollback: bool = False,
     ) -> None:
         self._connection, self._heartbeat, self._signer = connection, heartbeat, signer
         self._round, self._me = round, me
+        self._accepts_rollback = accepts_rollback
         self._base = f"round/{round}"
 
     def hold(self, policy: FaultPolicy, *, workers: int, patience_s: float) -> Roster:
@@ -76,6 +86,8 @@ class Assembly:
             raise TurnedAwayError(f"Another process has taken the place of worker {self._me.worker}; this one ends.")
         arrivals = self._connection.call(self._arrivals)
         current = {w: arrival for w, arrival in arrivals.items() if heartbeat.is_current(w, arrival.incarnation)}
+        if self._me.worker in current:
+            current[self._me.worker] = self._informed(current)
         hopeful = heartbeat.doubted()  # asked before the others' deaths are, which may be told in between
         proposal = None
         try:
@@ -87,6 +99,8 @@ class Assembly:
                 gone=heartbeat.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,
+                held=heartbeat.held,
+                accept_rollback=self._accepts_rollback,
             )
         except RoundNotHeldError:
             if not hopeful:
@@ -95,12 +109,19 @@ class Assembly:
                     self._refuse_strangers()
                     raise
                 return found
-        if proposal is not None and (proposal.members or not hopeful):
+        led = self._me.new and proposal is not None and not all(current[w].new for w in proposal.members)
+        if proposal is not None and (proposal.members or not hopeful) and not led:  # who leads knows the others better
             return self._decide(replace(proposal, decided_at=time.time()))
         if waited_s >= 3 * patience_s:
             self._connection.call(self._leave)
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait()
+
+    def _informed(self, current: Mapping[int, Arrival]) -> Arrival:
+        """Return this worker's arrival with what it knows by now of newcomers that it cannot reach."""
+        newcomers = {worker for worker, arrival in current.items() if arrival.new}
+        unreached = self._heartbeat.unreached() & newcomers | set(self._me.unreached)
+        return replace(self._me, unreached=tuple(sorted(unreached)))
 
     def _refuse_strangers(self) -> None:
         """Say why nobody came, if it is that the others have another secret."""
@@ -121,13 +142,14 @@ class Assembly:
         def announce(store: SignedStore) -> RoundId:
             if store.check(["finished"]):
                 raise RoundNotHeldError("the others have finished", behind=True, over=True)
-            latest = LatestRound(self._signer).raise_to(store, self._round)
-            if latest == self._round:
+            self._heartbeat.note(LatestRound(self._signer).read(store))
+            latest = LatestRound(self._signer).raise_to(store, Latest(self._round, self._heartbeat.held))
+            self._heartbeat.note(latest)
+            if latest.round == self._round:
                 note_round(store, self._round, members=len(self._heartbeat.known()))
-            return latest
+            return latest.round
 
         latest = self._connection.call(announce)
-        self._heartbeat.note(latest)
         if self._round < latest:
             raise RoundNotHeldError(
                 f"the others are at step {latest.step} and this worker at {self._round.step}",
@@ -189,6 +211,12 @@ def obeyed(roster: Roster, me: Arrival) -> Roster:
         if roster.incarnations[roster.members.index(me.worker)] == me.incarnation:
             return roster
         raise RoundNotHeldError("the round is held with an earlier process in this worker's place", behind=True)
+    if others := (roster.unreached or {}).get(me.worker):
+        raise RoundNotHeldError(
+            f"worker {me.worker} was left out, as no connection can be made between it and {name_workers(others)}; "
+            "open the ports between their machines, and name the network that leads there (GLOO_SOCKET_IFNAME)",
+            behind=True,
+        )
     if not roster.members:
         raise RoundNotHeldError(f"{name_workers(roster.absent)} did not come", absent=roster.absent)
     raise RoundNotHeldError(

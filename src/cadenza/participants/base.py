@@ -117,6 +117,15 @@ class Participants(Protocol):
         """The phases (`RoundId.phase`) in which the last round is attempted."""
         ...
 
+    @property
+    def held(self) -> int:
+        """How many rounds this worker has seen land, where that is counted."""
+        ...
+
+    def resume(self, held: int) -> None:
+        """Go on from a state that has seen so many rounds."""
+        ...
+
     def group(self, level: int, round: int) -> LevelGroup:
         """Return with whom this worker holds the round of a level that comes after so many others."""
         ...

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from cadenza.common.wording import name_workers
 from cadenza.errors import (
     CadenzaError,
     ContributionRefusedError,
+    NobodyLeftError,
     StoreLostError,
     TransportError,
     TurnedAwayError,
@@ -25,11 +25,12 @@ from cadenza.errors import (
 from cadenza.faults import FaultPolicy
 from cadenza.participants.assembly import Assembly
 from cadenza.participants.base import Admission, FailedRound, SharedState
-from cadenza.participants.generation import Generation, assemble
+from cadenza.participants.group_keeper import GroupKeeper
 from cadenza.participants.latecomer import Latecomer
 from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.membership import Membership
-from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError
+from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError
+from cadenza.participants.roster_log import RosterLog
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.state_transfer import transfer_state
@@ -75,8 +76,7 @@ class ElasticParticipants:
         # One for the training loop, one for rounds in flight.
         self._connections = [membership.connection(), membership.connection()]
         self._latecomer = Latecomer(membership, policy.patience, self._connections[0])
-        self._generation: Generation | None = None
-        self._place = ""
+        self._group = GroupKeeper(membership, self._connections[0])
         self._roster = Roster(())
         self._last: tuple[int, ...] = ()
         self._rounds = 0
@@ -84,7 +84,9 @@ class ElasticParticipants:
         self._late_s = 0.0
         self._usual_s: float | None = None
         self._losses = 0
+        self._log = RosterLog(membership.worker)
         self._tried: RoundId | None = None
+        self._refused_at: float | None = None  # since when there was nobody who has seen the last rounds
         self._called: RoundId | None = None
 
     @property
@@ -95,6 +97,13 @@ class ElasticParticipants:
     @property
     def members(self) -> tuple[int, ...]:
         return self._last
+
+    @property
+    def held(self) -> int:
+        return self._rounds
+
+    def resume(self, held: int) -> None:
+        self._rounds = self.membership.heartbeat.held = max(self._rounds, held)
 
     @property
     def history(self) -> str:
@@ -172,23 +181,42 @@ class ElasticParticipants:
             roster = self._roster_of(round, self._arrival(round, digest, settled), patience_s)
         except RoundNotHeldError as error:
             self.over = self.over or error.over
+            self._refuse_for_long(error)
             if error.behind and not self.behind:
                 self.behind, self._late_s = True, 0.0 if self._new else max(0.001, time.time() - began)
             return FailedRound(str(error), error.absent)
         except StoreLostError as error:
             self.behind = True
             return FailedRound(str(error))
-        self._log(roster, round)
+        self._refused_at = None
+        self._log.write(roster, round, last=self._last)
         try:
             self._form(roster, round)
         except CadenzaError as error:
-            self._part()
-            return FailedRound(str(error))
+            return FailedRound(str(error), self._group.part(error))
         return Admission(catching_up=bool(roster.behind), settled=roster.settled)
 
     def _roster_of(self, round: RoundId, me: Arrival, patience_s: float) -> Roster:
-        assembly = Assembly(self._connections[0], self.membership.heartbeat, self.membership.signer, round, me)
+        membership, connection = self.membership, self._connections[0]
+        accepts = membership.accepts_rollback
+        assembly = Assembly(connection, membership.heartbeat, membership.signer, round, me, accepts_rollback=accepts)
         return assembly.hold(self.policy, workers=self.membership.workers, patience_s=patience_s)
+
+    def _refuse_for_long(self, error: RoundNotHeldError) -> None:
+        """End the training if those who have seen the last rounds do not come back."""
+        if not isinstance(error, RollbackError):
+            return
+        now = time.monotonic()
+        if self._refused_at is None:
+            self._refused_at = now
+            _logger.warning("Worker %d: %s. They are waited for.", self.worker, error)
+        elif now - self._refused_at > self.policy.patience.first_s:
+            raise NobodyLeftError(
+                f"{str(error).capitalize()}; they did not come back for {self.policy.patience.first_s:g} s. Start all "
+                "workers from a checkpoint, under another name (CADENZA_JOB, or join(job=…)); or let them go on from "
+                "the older state (CADENZA_ACCEPT_ROLLBACK=1, join(accept_rollback=True), or cadenza train "
+                "--accept-rollback)."
+            )
 
     def _renew_connections(self) -> None:
         """Let go of connections to a store that was lost since."""
@@ -199,7 +227,6 @@ class ElasticParticipants:
 
     def _arrival(self, round: RoundId, digest: str, settled: bool) -> Arrival:
         terms = hashlib.blake2b(f"{self._terms} {digest}".encode(), digest_size=16).hexdigest()
-        usable = self._generation is not None and self._generation.usable
         return Arrival(
             self.worker,
             self.membership.heartbeat.incarnation,
@@ -208,32 +235,18 @@ class ElasticParticipants:
             terms,
             last=self._last,
             late_s=0.0 if self._new else self._late_s,
-            generation=self._place if usable else "",
+            generation=self._group.name,
             settled=settled,
             called=self._called is not None and round.step == self._called.step,
+            unreached=self._group.unreached(),
+            unsure=self.membership.heartbeat.forgetful,
         )
 
     def _form(self, roster: Roster, round: RoundId) -> None:
         """Have a process group of the roster's members."""
         self._roster = roster
-        if not roster.keep or self._generation is None:
-            self._part()
-            self._place = f"round/{round}"
-            self._generation = self._assemble(self._place, roster)
-            self.levels[0].transport = self._generation.transport
-        self._generation.set_timeout(self._limit_s(roster))
-
-    def _assemble(self, place: str, roster: Roster, members: tuple[int, ...] | None = None) -> Generation:
-        members = members or roster.members
-        return assemble(
-            self._connections[0],
-            self.membership.signer,
-            place=place,
-            members=members,
-            worker=self.worker,
-            timeout_s=self._limit_s(roster),
-            missing=lambda: self._missing(roster).intersection(members),
-        )
+        if (transport := self._group.form(roster, round, timeout_s=self._limit_s(roster))) is not None:
+            self.levels[0].transport = transport
 
     def catch_up(self, state: SharedState) -> FailedRound | None:
         roster = self._roster
@@ -244,8 +257,7 @@ class ElasticParticipants:
             self.idle = receives and self._new
             self._transfer(state, roster, receives=receives)
         except CadenzaError as error:
-            self._part()
-            return FailedRound(str(error))
+            return FailedRound(str(error), self._group.part(error))
         self._last = roster.members
         self.behind, self._late_s, self._called = False, 0.0, None
         return None
@@ -255,29 +267,10 @@ class ElasticParticipants:
         concerned = tuple(sorted({roster.leader, *roster.behind}))
         if not roster.behind or self.worker not in concerned:
             return
-        assert self._generation is not None
-        apart = concerned != roster.members
-        through = self._assemble(f"{self._place}/joining", roster, concerned) if apart else self._generation
-        try:
-            facts = {"rounds": self._rounds, "chain": self._chain}
-            heard = transfer_state(state, through, roster.leader, facts, receives=receives, new=self._new)
-            self._rounds, self._chain = heard["rounds"], heard["chain"]
-        finally:
-            if apart:
-                through.close()
-
-    def _log(self, roster: Roster, round: RoundId) -> None:
-        """Log what others than the members should know of a round."""
-        if self.worker != roster.leader:
-            return
-        if roster.absent and set(roster.absent) & set(self._last):
-            _logger.warning("Step %d: the round is held without %s.", round.step, name_workers(roster.absent))
-        for worker, seconds in (roster.late or {}).items():
-            _logger.warning("Step %d: worker %d is back; it was %.2f s late for a round.", round.step, worker, seconds)
-        for worker, reason in (roster.turned_away or {}).items():
-            _logger.warning("Step %d: worker %d was turned away: %s.", round.step, worker, reason)
-        if roster.behind and round.step:
-            _logger.warning("Step %d: %s caught up with the others.", round.step, name_workers(roster.behind))
+        facts = {"rounds": self._rounds, "chain": self._chain}
+        with self._group.among(concerned, timeout_s=self._limit_s(roster)) as generation:
+            heard = transfer_state(state, generation, roster.leader, facts, receives=receives, new=self._new)
+        self._rounds, self._chain = heard["rounds"], heard["chain"]
 
     # ---- going together --------------------------------------------------------------------------------------------
 
@@ -295,7 +288,7 @@ class ElasticParticipants:
         limit_s = self._limit_s(roster)
         try:
             committed = self._connections[1].call(
-                lambda store: self._vote(store, round, roster).ready(lambda: bool(self._missing(roster))),
+                lambda store: self._vote(store, round, roster).ready(lambda: bool(self._group.missing(roster))),
                 timeout_s=limit_s + 5,
             )
         except StoreLostError as error:
@@ -313,11 +306,13 @@ class ElasticParticipants:
 
     def _failed(self, reason: str, roster: Roster, *, own_fault: bool = False) -> FailedRound:
         """Let the group go: after one failure it is of no use."""
-        self._part()
-        return FailedRound(reason, tuple(sorted(self._missing(roster))), own_fault)
+        self._group.part()
+        return FailedRound(reason, tuple(sorted(self._group.missing(roster))), own_fault)
 
     def commit(self, round: RoundId, wire_s: float) -> None:
-        self._rounds += 1
+        heartbeat = self.membership.heartbeat
+        self._rounds = max(self._rounds, self._roster.given_up) + 1
+        heartbeat.held, heartbeat.forgetful = max(heartbeat.held, self._rounds), False
         self._chain = _link(self._chain, round, self._roster)
         known = self._usual_s
         self._usual_s = wire_s if known is None else _MEMORY * known + (1 - _MEMORY) * wire_s
@@ -339,24 +334,10 @@ class ElasticParticipants:
             self._connections[0].call(lambda store: store.set("finished", self._chain))
 
     def close(self) -> None:
-        self._part()
+        self._group.part()
         self.membership.close()
         for connection in self._connections:
             connection.close()
-
-    def _part(self) -> None:
-        """Let the process group go."""
-        if self._generation is not None:
-            self._generation.close()
-            self._generation = None
-
-    def _missing(self, roster: Roster) -> set[int]:
-        """Return members of the round that will not come any more, or whose place another process has taken."""
-        heartbeat = self.membership.heartbeat
-        known = zip(roster.members, roster.incarnations, strict=True)
-        return heartbeat.silent().intersection(roster.members) | {
-            w for w, one in known if not heartbeat.is_current(w, one)
-        }
 
     def _limit_s(self, roster: Roster) -> float:
         """Return after how long without progress a transfer has failed."""

@@ -37,6 +37,7 @@ class FixedParticipants:
     over = False
     idle = False
     last_phases = (0,)
+    held = 0
 
     def __init__(self, strategy: Strategy, group: Group, topology: Topology | None = None) -> None:
         self.levels: Sequence[LevelGroup] = _build_levels(strategy, group, topology)
@@ -57,6 +58,9 @@ class FixedParticipants:
         if mine not in self._changing:  # its members have met in the same rounds, so it is new to all of them
             self._changing[mine] = LevelGroup(known.plan, known.name, self._connect(known.plan, mine))
         return self._changing[mine]
+
+    def resume(self, held: int) -> None:
+        """Nobody counts."""
 
     def _connect(self, plan: LevelPlan, ranks: Sequence[int]) -> Transport:
         return self._group.connect(ranks, through_host=plan.through_host)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from cadenza.common.process_groups import make_gloo_group, set_timeout
+from cadenza.common.process_groups import set_timeout
 from cadenza.errors import TransportError
+from cadenza.participants.forming import FORMING_S, Forming
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signed_transport import SignedTransport
 from cadenza.participants.signing import Signer
@@ -84,6 +85,7 @@ def assemble(
     worker: int,
     timeout_s: float,
     missing: Callable[[], set[int]],
+    reach: Callable[[set[int]], set[int]] = lambda workers: set(),
 ) -> Generation:
     """Make the group of a list of members; all of them call this.
 
@@ -95,22 +97,21 @@ def assemble(
         worker: Who we are.
         timeout_s: How long the others are waited for, and collectives take at most.
         missing: Says which members are known to be gone.
+        reach: Connects to some members, and says to which of them that was not possible.
 
     Raises:
+        UnreachedError: A member could not be reached.
         TransportError: A member did not come, or the store or the network failed.
     """
-    position = list(members).index(worker)
 
     def build(store: SignedStore) -> Generation:
-        # A group in the making cannot be stopped: nobody begins before all have said that they will.
+        # Whoever makes a group waits for all: nobody begins before all have said that they will.
         vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s)
         if not vote.ready(lambda: bool(missing())):
             raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
-        prefix = dist.PrefixStore(f"{place}/group", store.below)  # Gloo cannot sign
-        try:
-            group = make_gloo_group(prefix, position, len(members), timeout_s)
-        except RuntimeError as error:
-            raise TransportError(f"The group of workers {list(members)} could not be made: {error}") from None
-        return Generation(group, Seat(tuple(members), position, prefix, timeout_s), place=place, signer=signer)
+        prefix = dist.PrefixStore(f"{place}/group", store.below)
+        seat = Seat(tuple(members), list(members).index(worker), prefix, timeout_s)
+        group = Forming(store, place, seat, missing=missing, reach=reach).form()
+        return Generation(group, seat, place=place, signer=signer)
 
-    return connection.call(build, timeout_s=2 * timeout_s + 5)
+    return connection.call(build, timeout_s=2 * timeout_s + FORMING_S + 5)

@@ -13,10 +13,11 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Set
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.beat import CLOCKS_S, Beat, Heard, beat_key
-from cadenza.participants.latest_round import LatestRound
+from cadenza.participants.latest_round import Latest, LatestRound
 from cadenza.participants.liveness import LivenessSockets
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signed_store import SignedStore
@@ -41,6 +42,8 @@ class Heartbeat:
         incarnation: What tells this process from an earlier or later one in the same place.
         connected: Whether the store answers.
         latest: The latest round that anyone has come to, as of the last beat.
+        held: How many rounds were held, as far as is known.
+        forgetful: Whether the store was found to have forgotten how far the job has come.
         replaced: Whether another process has taken this worker's place.
         losses: How often the store was lost: connections made before are of no use.
         eager: Whether the next round is to be known at once, not only at the next beat.
@@ -56,6 +59,8 @@ class Heartbeat:
         self.incarnation = secrets.token_hex(8)
         self.connected = False
         self.latest: RoundId | None = None
+        self.held = 0
+        self.forgetful = False
         self.replaced = False
         self.losses = 0
         self.eager = False
@@ -65,6 +70,7 @@ class Heartbeat:
         self._heard: dict[int, Heard] = {}
         self._index, self._latest = WorkerIndex(signer), LatestRound(signer)
         self._signed_on = False
+        self._stood = 0  # rounds held, as they were seen to stand in the store
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._seen_at = time.monotonic()
@@ -119,6 +125,14 @@ class Heartbeat:
         with self._lock:
             return {w: heard.last for w, heard in self._heard.items() if not self._is_silent(heard)}
 
+    def unreached(self) -> set[int]:
+        """Return those that beat, and to which no connection could ever be made."""
+        return self._life.unreached() if self._life is not None else set()
+
+    def try_to_reach(self, workers: Set[int], seconds: float) -> set[int]:
+        """Connect to workers anew; return those to which that was not possible within the time."""
+        return self._life.try_anew(workers, seconds) if self._life is not None else set()
+
     def is_current(self, worker: int, incarnation: str) -> bool:
         """Tell whether a process still is the one in its worker's place, as far as is known."""
         if worker == self.worker:
@@ -132,21 +146,28 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join(timeout=self.tick_s)
         if self.connected and not self.replaced:
-            last = self._mine.next(state="gone")
             with contextlib.suppress(StoreLostError):
-                self._connection.call(lambda store: store.set(beat_key(self.worker), last.pack()), timeout_s=1)
+                self._connection.call(self._sign_off, timeout_s=1)
         self._connection.close()
         if self._life is not None:
             self._life.close()
+
+    def _sign_off(self, store: SignedStore) -> None:
+        store.set(beat_key(self.worker), self._mine.next(state="gone").pack())
+        if self.latest is not None:
+            self._latest.raise_to(store, Latest(self.latest, self.held))
 
     def glance(self) -> None:
         """See which round is the latest."""
         self.note(self._connection.call(self._latest.read))
 
-    def note(self, latest: RoundId | None) -> None:
-        """Know of a round that somebody has come to; a later one may be known already."""
-        if latest is not None and (self.latest is None or latest > self.latest):
-            self.latest = latest
+    def note(self, latest: Latest | None) -> None:
+        """Know of what stands in the store; more may be known already."""
+        self.forgetful = self.forgetful or self._stood > (latest.held if latest is not None else 0)
+        if latest is not None:
+            self.latest = latest.round if self.latest is None else max(self.latest, latest.round)
+            self._stood = latest.held
+            self.held = max(self.held, latest.held)
 
     def _is_silent(self, heard: Heard) -> bool:
         return heard.silent_s > self._lease_s or heard.doubt > 0 or heard.left
@@ -203,10 +224,9 @@ class Heartbeat:
             forgotten = {w for w, heard in self._heard.items() if heard.silent_s > _FORGET_S}
             alive = {w for w, heard in self._heard.items() if not self._is_silent(heard)}
         others = self._index.update(store, alive | {self.worker}, forgotten) - {self.worker}
-        latest = self._latest.read(store)
+        self.note(self._latest.read(store))
         if self.latest is not None:
-            latest = self._latest.raise_to(store, self.latest)
-        self.note(latest)
+            self.note(self._latest.raise_to(store, Latest(self.latest, self.held)))
         self._signed_on = True
         ordered = sorted(others)
         found = zip(ordered, store.read_all([beat_key(worker) for worker in ordered]), strict=True)

@@ -1,13 +1,14 @@
-"""The latest round that anyone has come to, as all workers of a job find it in the store.
+"""How far a job has come, as all workers find it in the store: the latest round, and how many were held.
 
-It only grows. It calls workers that are behind, and says when they come too late; whoever is alive writes it again when
-it was lost or has grown old, so that nobody can bring back one of long ago.
+Both only grow. The latest round calls workers that are behind, and says when they come too late. The number of rounds
+that were held is the high-water mark: nobody goes on from a state that has seen fewer without being told to. Whoever is
+alive writes both again when they were lost or have grown old, so that nobody can bring back those of long ago.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.beat import CLOCKS_S
@@ -15,7 +16,7 @@ from cadenza.participants.round_id import RoundId
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 
-__all__ = ["LatestRound"]
+__all__ = ["Latest", "LatestRound"]
 
 _KEY = "latest"
 _AGAIN_S = CLOCKS_S / 10  # an entry of this age is written again
@@ -23,49 +24,72 @@ _ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Latest:
+    """How far a job has come.
+
+    Attributes:
+        round: The latest round that anyone has come to.
+        held: How many rounds were held.
+        at: When it was written, in seconds since 1970.
+    """
+
     round: RoundId
-    at: float
+    held: int = 0
+    at: float = 0.0
+
+    def with_(self, other: Latest | None) -> Latest:
+        """Return the further of both.
+
+        >>> Latest(RoundId(20), held=1).with_(Latest(RoundId(10), held=2))
+        Latest(round=RoundId(step=20, phase=0, fragment=0), held=2, at=0.0)
+        """
+        if other is None:
+            return self
+        return replace(self, round=max(self.round, other.round), held=max(self.held, other.held))
+
+    def pack(self) -> str:
+        return f"{self.round} {self.held} {self.at:.3f}"
 
     @classmethod
-    def parse(cls, text: str) -> _Entry:
-        round, at = text.split(" ")
-        return cls(RoundId.parse(round), float(at))
+    def parse(cls, text: str) -> Latest:
+        round, held, at = text.split(" ")
+        if int(held) < 0:
+            raise ValueError(f"Not less than no round was held; got {held}.")
+        return cls(RoundId.parse(round), int(held), float(at))
 
 
 class LatestRound:
-    """Reads and writes the latest round.
+    """Reads and writes how far a job has come.
 
     >>> import torch.distributed as dist
     >>> signer = Signer("job", secret="word")
     >>> store, latest = SignedStore(dist.HashStore(), signer), LatestRound(signer)
-    >>> latest.raise_to(store, RoundId(20)), latest.raise_to(store, RoundId(10))
-    (RoundId(step=20, phase=0, fragment=0), RoundId(step=20, phase=0, fragment=0))
+    >>> latest.raise_to(store, Latest(RoundId(20), held=2)).round, latest.raise_to(store, Latest(RoundId(10))).held
+    (RoundId(step=20, phase=0, fragment=0), 2)
     """
 
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
 
-    def read(self, store: SignedStore) -> RoundId | None:
-        """Return the round that stands in the store, if one does."""
-        entry = self._understood(store.read(_KEY))
-        return entry.round if entry is not None else None
+    def read(self, store: SignedStore) -> Latest | None:
+        """Return what stands in the store, if anything does."""
+        return self._understood(store.read(_KEY))
 
-    def raise_to(self, store: SignedStore, round: RoundId) -> RoundId:
-        """Write a round unless a later one stands in the store; return the one that does then."""
+    def raise_to(self, store: SignedStore, mine: Latest) -> Latest:
+        """Write how far the job has come, as far as it is known here or in the store; return what stands there then."""
         for _ in range(_ATTEMPTS):
             text = store.read(_KEY)
             entry = self._understood(text)
             now = time.time()
-            if entry is not None and entry.round >= round and abs(now - entry.at) < _AGAIN_S:
-                return entry.round
-            mine = f"{max(round, entry.round) if entry is not None else round} {now:.3f}"
-            if store.compare_set(_KEY, text or "", mine) == mine.encode():
-                return _Entry.parse(mine).round
+            wanted = replace(mine.with_(entry), at=now)
+            if entry is not None and replace(wanted, at=entry.at) == entry and abs(now - entry.at) < _AGAIN_S:
+                return entry
+            if store.compare_set(_KEY, text or "", wanted.pack()) == wanted.pack().encode():
+                return wanted
         raise StoreLostError("somebody else writes the latest round all the time")
 
-    def _understood(self, text: str | None) -> _Entry | None:
-        entry = self._signer.understood(lambda: _Entry.parse(text)) if text is not None else None
+    def _understood(self, text: str | None) -> Latest | None:
+        entry = self._signer.understood(lambda: Latest.parse(text)) if text is not None else None
         if entry is not None and self._signer.secret and not abs(time.time() - entry.at) <= CLOCKS_S:
             self._signer.ignored += 1
             return None

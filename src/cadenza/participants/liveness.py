@@ -25,7 +25,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -34,7 +34,8 @@ __all__ = ["LivenessSockets"]
 
 _MOST = 1024  # connections that are accepted; more would come from strangers
 _MOST_OF_A_HOST = 256
-_AGAIN_S = 2.0  # until a connection that could not be made is tried again
+_LOOK_S = 0.01
+_AGAIN_S = 2.0  # until a connection that could not be made is tried again, and its worker counts as out of reach
 
 Peer = tuple[int, str]  # number and incarnation
 
@@ -64,6 +65,9 @@ class LivenessSockets:
         self._wanted: dict[Peer, str] = {}
         self._connections: dict[Peer, socket.socket] = {}
         self._tried_at: dict[Peer, float] = {}
+        self._first_at: dict[Peer, float] = {}
+        self._made_at: dict[Peer, float] = {}
+        self._renewed: set[Peer] = set()
         self.watched: frozenset[Peer] = frozenset()
         self._accepted: dict[socket.socket, str] = {}  # with the hosts from which they come
         self._ended = False
@@ -82,6 +86,25 @@ class LivenessSockets:
             self._wanted = wanted
         if changed:
             self._stir()
+
+    def unreached(self) -> set[int]:
+        """Return workers to which no line could ever be made, though it was tried for a while."""
+        long_ago = time.monotonic() - _AGAIN_S
+        with self._lock:
+            return {p[0] for p in self._wanted if p not in self._made_at and self._first_at.get(p, long_ago) < long_ago}
+
+    def try_anew(self, workers: Set[int], seconds: float) -> set[int]:
+        """Make new lines to workers; return those to which that was not possible within the time."""
+        with self._lock:
+            peers = {peer for peer in self._wanted if peer[0] in workers}
+            self._renewed |= peers
+            for peer in peers:
+                self._made_at.pop(peer, None)
+        self._stir()
+        deadline = time.monotonic() + seconds
+        while (waiting := peers - self._made_at.keys()) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return {peer[0] for peer in waiting}
 
     def close(self) -> None:
         """End all lines; to the others it looks as if this worker had died."""
@@ -144,12 +167,17 @@ class LivenessSockets:
         now = time.monotonic()
         with self._lock:
             wanted = dict(self._wanted)
-        for peer in self._connections.keys() - wanted.keys():
+            renewed, self._renewed = self._renewed, set()
+            for known in (self._tried_at, self._first_at, self._made_at):
+                for peer in known.keys() - wanted.keys() | (renewed & known.keys()):
+                    del known[peer]
+        for peer in self._connections.keys() - (wanted.keys() - renewed):
             self._let_go(self._connections[peer], peer)
         for peer in wanted.keys() - self._connections.keys():
             if now - self._tried_at.get(peer, -_AGAIN_S) < _AGAIN_S:
                 continue
             self._tried_at[peer] = now
+            self._first_at.setdefault(peer, now)
             if (connection := _begin(wanted[peer])) is not None:
                 self._connections[peer] = connection
                 self._selector.register(connection, selectors.EVENT_WRITE, peer)
@@ -162,6 +190,7 @@ class LivenessSockets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._selector.modify(connection, selectors.EVENT_READ, peer)
             self.watched |= {peer}
+            self._made_at[peer] = time.monotonic()
 
     def _let_go(self, connection: socket.socket, peer: Peer | None) -> None:
         self._selector.unregister(connection)

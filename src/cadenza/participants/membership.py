@@ -21,7 +21,9 @@ from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection
 
-__all__ = ["Membership", "join"]
+__all__ = ["ACCEPT_ROLLBACK", "Membership", "join"]
+
+ACCEPT_ROLLBACK = "CADENZA_ACCEPT_ROLLBACK"
 
 _AGAIN_S = 0.1  # between two attempts to reach a store
 
@@ -33,6 +35,7 @@ class Membership:
         worker: This worker's number.
         workers: How many are expected at the start.
         job: What tells this job from others that use the store.
+        accepts_rollback: Whether rounds that nobody who is left has seen may be given up.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Membership:
         lease_s: float,
         wait_s: float,
         preparing: bool = False,
+        accepts_rollback: bool = False,
     ) -> None:
+        self.accepts_rollback = accepts_rollback
         self.worker, self.workers, self.job = worker, workers, job
         self.signer = Signer(job, secret=secret)
         self._address = address
@@ -83,6 +88,7 @@ def join(
     lease_s: float = 1.0,
     wait_s: float = 30.0,
     preparing: bool = False,
+    accept_rollback: bool | None = None,
 ) -> Membership:
     """Sign on as a worker of a job whose rounds may fail; pass the result to `attach`.
 
@@ -95,6 +101,8 @@ def join(
         lease_s: After so long without a heart-beat a worker counts as gone.
         wait_s: How long a store that is not there yet, or just being started again, is waited for.
         preparing: Whether it will take a while until `attach`: until then no round of the others waits for this worker.
+        accept_rollback: Whether to go on from an older state if all that have seen the last rounds are gone, instead of
+            waiting for them; one worker is enough. By default ``CADENZA_ACCEPT_ROLLBACK`` ("1").
 
     >>> join("nowhere", worker=0, workers=1)
     Traceback (most recent call last):
@@ -111,6 +119,7 @@ def join(
         lease_s=_lease(lease_s),
         wait_s=wait_s,
         preparing=preparing,
+        accepts_rollback=known.get(ACCEPT_ROLLBACK) == "1" if accept_rollback is None else accept_rollback,
     )
 
 

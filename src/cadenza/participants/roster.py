@@ -14,7 +14,7 @@ from cadenza.common.wording import name_workers
 from cadenza.errors import CadenzaError
 from cadenza.faults import FaultPolicy
 
-__all__ = ["Arrival", "Roster", "RoundNotHeldError", "propose"]
+__all__ = ["Arrival", "RollbackError", "Roster", "RoundNotHeldError", "propose"]
 
 
 class RoundNotHeldError(CadenzaError):
@@ -25,6 +25,10 @@ class RoundNotHeldError(CadenzaError):
         self.absent = tuple(absent)
         self.behind = behind
         self.over = over
+
+
+class RollbackError(RoundNotHeldError):
+    """Nobody who is here has seen the last rounds that were held, or can know that it has."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Arrival:
         settled: Whether it holds the result of this very step's round, so that none is needed at the end of a run.
         here: False if it has given up waiting.
         called: Whether it came because others were said to hold the round, and not by steps of its own.
+        unreached: Workers to which it cannot connect.
+        unsure: Whether the store has forgotten, since its last round, how many were held.
     """
 
     worker: int
@@ -55,6 +61,8 @@ class Arrival:
     settled: bool = False
     here: bool = True
     called: bool = False
+    unreached: tuple[int, ...] = ()
+    unsure: bool = False
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -62,7 +70,7 @@ class Arrival:
     @classmethod
     def unpack(cls, text: str) -> Arrival:
         told = json.loads(text)
-        arrival = cls(**{**told, "last": _whole_numbers(told["last"])})
+        arrival = cls(**{**told, **{name: _whole_numbers(told[name]) for name in ("last", "unreached")}})
         _whole_numbers([arrival.worker, arrival.rounds])
         for name in ("incarnation", "chain", "terms", "generation"):
             if not isinstance(getattr(arrival, name), str):
@@ -90,6 +98,8 @@ class Roster:
         keep: Whether the process group of the last round works for all of them.
         settled: Whether the leader holds the result of this step's round already.
         decided_at: When that was decided, in seconds since 1970 by the clock of the one who proposed it.
+        unreached: Who came and is left out, and the members that cannot connect to it, or it to them.
+        given_up: Up to which number rounds were held that nobody here has seen, and that are given up.
     """
 
     members: tuple[int, ...]
@@ -102,6 +112,8 @@ class Roster:
     keep: bool = False
     settled: bool = False
     decided_at: float = 0.0
+    unreached: Mapping[int, Sequence[int]] | None = None
+    given_up: int = 0
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -112,8 +124,10 @@ class Roster:
         for name in ("members", "behind", "absent"):
             told[name] = _whole_numbers(told[name])
         told["incarnations"] = tuple(map(str, told["incarnations"]))
-        for name in ("turned_away", "late"):
+        for name in ("turned_away", "unreached", "late"):
             told[name] = {int(key): value for key, value in (told[name] or {}).items()}
+        told["unreached"] = {worker: _whole_numbers(others) for worker, others in told["unreached"].items()}
+        _whole_numbers([told["given_up"]])
         roster = cls(**told)
         if len(roster.incarnations) != len(roster.members) or (roster.members and roster.leader not in roster.members):
             raise ValueError("this is no roster")
@@ -136,6 +150,8 @@ def propose(
     gone: Set[int],
     workers: int,
     time_is_up: bool,
+    held: int = 0,
+    accept_rollback: bool = False,
 ) -> Roster | None:
     """Return the roster that these arrivals allow, or None as long as waiting may help.
 
@@ -147,8 +163,11 @@ def propose(
         gone: Who has signed off.
         workers: How many are expected at the very first round, numbered from 0.
         time_is_up: Whether those who are late have been waited for.
+        held: How many rounds were held, as far as is known.
+        accept_rollback: Whether a state that has seen fewer may be gone on from.
 
     Raises:
+        RollbackError: Nobody who is here has seen the last rounds that were held.
         RoundNotHeldError: There is no use in waiting.
     """
     agreed = _agreed(arrivals)
@@ -157,26 +176,39 @@ def propose(
         worker: "its model, strategy or version is not that of the others" for worker in arrivals.keys() - members
         if arrivals[worker].terms != agreed
     }  # fmt: skip
+    unreached = _unreached(arrivals, members)
+    members -= unreached.keys()
     veterans = [arrivals[worker] for worker in sorted(members) if not arrivals[worker].new]
     leader = _leader(veterans) if veterans else None
     if leader is not None:
         last = set(leader.last) - gone
-        missing = (last | known) - silent - members - turned_away.keys()
+        missing = (last | known) - silent - members - turned_away.keys() - unreached.keys()
     else:
         last = set(range(workers))
-        missing = last - members
+        missing = last - members - unreached.keys()
     if missing and not time_is_up:
         return None
     if veterans and all(arrival.called for arrival in veterans):
         raise RoundNotHeldError("of those who came, nobody has come to this step by its own steps")
     absent = tuple(sorted((missing | last) - members))
+    # Where the store has forgotten, those without a state are no witnesses: others may have seen more.
+    witnesses = {w for w in members if not arrivals[w].new} if leader is not None and leader.unsure else members
     if not members or not policy.enough(members, last):
-        reason = f"only {name_workers(members)} came, of {name_workers(last)}"
+        reason = f"only {name_workers(members)} came, of {name_workers(last)}" + _told(unreached)
         if leader is not None and policy.enough(last, last) and 2 * len(members & last) > len(last):
-            return Roster((), absent=absent, turned_away=turned_away)  # a majority may decide to skip
+            return Roster(
+                (), absent=absent, turned_away=turned_away, unreached=unreached
+            )  # a majority may decide to skip
         if leader is None and not time_is_up:
             return None
         raise RoundNotHeldError(reason, absent=absent)
+    lost = held if leader is not None and leader.rounds < held else 0
+    if lost and leader is not None and not accept_rollback:
+        text = f"{held} rounds were held, and of those who are here nobody has seen more than {leader.rounds}"
+        raise RollbackError(text, absent=absent)
+    if not policy.enough(witnesses, last) and not accept_rollback:
+        text = f"the store has forgotten how many rounds were held, and only {name_workers(witnesses)} has seen any"
+        raise RollbackError(text, absent=absent)
     first = leader.worker if leader is not None else min(members)
     chain = arrivals[first].chain
     behind = [w for w in sorted(members) if w != first and (arrivals[w].new or arrivals[w].chain != chain)]
@@ -193,7 +225,28 @@ def propose(
         late,
         keep,
         arrivals[first].settled,
+        unreached=unreached,
+        given_up=lost,
     )
+
+
+def _unreached(arrivals: Mapping[int, Arrival], members: Set[int]) -> dict[int, list[int]]:
+    """Return whom to leave out so that all others can connect: joiners first, then who is in most pairs that cannot."""
+    veterans = [arrivals[worker] for worker in sorted(members) if not arrivals[worker].new]
+    last = _leader(veterans).last if veterans else ()
+    pairs = {frozenset((a, b)) for a in members for b in arrivals[a].unreached if b in members and a != b}
+    found: dict[int, list[int]] = {}
+    while pairs:
+        counts = Counter(worker for pair in pairs for worker in pair)
+        worst = max(counts, key=lambda worker: (worker not in last, counts[worker], worker))
+        found[worst] = sorted(worker for pair in pairs if worst in pair for worker in pair - {worst})
+        pairs = {pair for pair in pairs if worst not in pair}
+    return found
+
+
+def _told(unreached: Mapping[int, Sequence[int]]) -> str:
+    told = (f"; worker {worker} cannot be reached by {name_workers(others)}" for worker, others in unreached.items())
+    return "".join(told)
 
 
 def _agreed(arrivals: Mapping[int, Arrival]) -> str:

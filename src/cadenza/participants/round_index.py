@@ -1,8 +1,8 @@
 """Which rounds have keys in the store: their names, under one key, so that anyone can delete what the dead have left.
 
->>> from torch.distributed import HashStore
+>>> import torch.distributed as dist
 >>> from cadenza.participants.signing import Signer
->>> store = SignedStore(HashStore(), Signer("job", secret=None))
+>>> store = SignedStore(dist.HashStore(), Signer("job", secret=None))
 >>> for step in range(10):
 ...     store.set(f"round/{step}.0.0/roster", "...")
 ...     note_round(store, RoundId(step), members=2)
@@ -21,7 +21,7 @@ __all__ = ["note_round"]
 _KEY = "rounds"
 _KEPT = 4  # rounds whose keys stay, for those who come late
 _ATTEMPTS = 20
-_VOTES = ("vote", "assembled", "joining/assembled")
+_VOTES = ("vote", *(f"{group}{vote}" for group in ("", "joining/") for vote in ("assembled", "connected")))
 
 
 def note_round(store: SignedStore, round: RoundId, *, members: int) -> None:

@@ -57,6 +57,15 @@ class Vote:
         with suppress(RuntimeError):
             self._decide("abort")
 
+    @property
+    def decided(self) -> bool:
+        """Whether a verdict stands."""
+        return self._store.check([self._verdict_key])
+
+    def ready_members(self) -> list[str]:
+        """Return who has marked ready, in a store that knows its clients."""
+        return bytes(self._store.get(self._ready_key)).decode().split("\n")
+
     def settle(self) -> bool:
         """Ask for an end, now: abort unless the others have committed already; return whether they have."""
         return self._decide("abort") == "commit"

@@ -154,6 +154,9 @@ class FaultSettings(Settings):
     )
     lease_s: _Positive = Field(default=1.0, description="After so long without a heart-beat a worker counts as gone.")
     restarts: _Count = Field(default=3, description="How often each worker is started again, alone, after it died.")
+    accept_rollback: bool = Field(
+        default=False, description="Go on from an older state if all that have seen the last rounds are gone."
+    )
     store: str = Field(
         default="", description='The store\'s "host:port" (python -m cadenza.membership); "": the launcher starts one.'
     )
@@ -334,7 +337,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is a folder; the path of a TOML file is required.") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not a text file; a TOML file is required.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # tomllib has errors of its own, and lets others through
         raise UsageError(f"{path} is not TOML: {error}.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None

@@ -31,7 +31,13 @@ _LOOK_S = 0.1
 @contextmanager
 def elastic_crew(config: Config) -> Iterator[ElasticCrew]:
     """Be a worker of a job inside the block, as the launcher's environment says."""
-    membership = join(lease_s=config.faults.lease_s, wait_s=config.faults.first_s, preparing=True)
+    faults = config.faults
+    membership = join(
+        lease_s=faults.lease_s,
+        wait_s=faults.first_s,
+        preparing=True,
+        accept_rollback=True if faults.accept_rollback else None,  # else as the environment says
+    )
     try:
         yield ElasticCrew(config, membership)
     finally:

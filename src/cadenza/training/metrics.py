@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
+from cadenza.training.metric_lines import is_readable
+
 __all__ = ["FULL_DISK", "Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
 
 Line: TypeAlias = dict[str, Any]
@@ -162,9 +164,9 @@ def _parsed(path: Path) -> Iterator[Line]:
     for raw in path.read_bytes().splitlines():
         try:
             line = json.loads(raw)
-        except ValueError:  # torn by a crash: of JSON or of UTF-8
+        except (ValueError, RecursionError):  # torn by a crash: of JSON or of UTF-8
             continue
-        if isinstance(line, dict) and "kind" in line and "step" in line:
+        if is_readable(line):
             yield line
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import re
-import shutil
 from pathlib import Path
 
 from cadenza.errors import CheckpointError
@@ -28,11 +29,20 @@ def checkpoint_folders(run: Run) -> list[Path]:
 
 
 def set_aside(folder: Path) -> None:
-    """Put a checkpoint where it is in nobody's way."""
-    aside = folder.parent / _SET_ASIDE / folder.name
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.parent.mkdir(exist_ok=True)
-    os.replace(folder, aside)
+    """Put a checkpoint where it is in nobody's way; another worker may be at it too."""
+    aside = folder.parent / _SET_ASIDE
+    aside.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        name = folder.name if number == 1 else f"{folder.name}-{number}"
+        try:
+            os.rename(folder, aside / name)
+        except FileNotFoundError:  # another one has done it
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        else:
+            return
 
 
 def last_whole_step(run: Run, *, tolerant: bool) -> int | None:

@@ -110,3 +110,40 @@ def test_half_of_the_workers_cannot_pull_the_median() -> None:
 def test_of_two_only_what_cannot_be_training_is_left_out() -> None:
     two = [PlainContribution(norm2=norm2) for norm2 in (1.0, 1e38)]
     assert outliers().weigh(two, {}).left_out == {1}
+
+
+def spoil(worker: Worker, model: torch.nn.Module, what: str) -> tuple[list[str], torch.Tensor, float]:
+    """Train, and damage in mid-run what a worker remembers; return the kinds of rounds, and the values."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = cadenza.diloco(period=2, outer_lr=0.5, faults=cadenza.shrink(grace_s=20.0, first_s=60.0))
+    told: list[cadenza.RoundReport] = []
+    membership = worker.membership(lease_s=2.0)
+    sync = cadenza.attach(model, optimizer, strategy, membership=membership, observers=[told.append])
+    for step in range(8):
+        state = sync.replica.level_state(0, 0) if step == 3 else None
+        if state is not None and what == "anchor" and worker.rank == 0:
+            state.anchors[0].fill_(float("nan"))
+        if state is not None and what == "outer state":
+            for tensor in state.outer_states[0].values():
+                tensor.fill_(3e38)
+        model(torch.randn(4, 64, generator=worker.generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+    sync.finish()
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return [t.kind for t in told], values, float(values.abs().max())
+
+
+@pytest.mark.parametrize("what", ["anchor", "outer state"])
+def test_a_damaged_anchor_neither_spreads_nor_stays(
+    model: torch.nn.Module, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with workers(3, timeout_s=120.0) as pool:
+        found = pool.run(spoil, model, what)
+    for kinds, values, largest in found:
+        assert kinds == ["round"] * 4
+        assert torch.equal(values, found[0][1])
+        assert largest < 1
+    assert what == "anchor" or "all go on from the anchor before it" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 
 import cadenza
 from cadenza.participants.assembly import obeyed
-from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
+from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signing import Signer
 
@@ -133,7 +133,8 @@ def test_a_group_is_kept_only_if_it_works_for_all_and_is_of_the_same_members() -
 
 
 def test_a_roster_survives_the_store() -> None:
-    roster = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, settled=True, decided_at=2.0)
+    told = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, settled=True, decided_at=2.0)
+    roster = replace(told, unreached={5: (0, 1)})
     assert Roster.unpack(roster.pack()) == roster
 
 
@@ -172,3 +173,53 @@ def test_what_cannot_work_is_refused_with_a_reason(make: Any, message: str) -> N
 def test_policies_are_part_of_what_ranks_compare_and_raising_changes_no_description() -> None:
     assert "strategy.faults.min_workers: 2" in cadenza.diloco(faults=cadenza.shrink(min_workers=2)).identity
     assert cadenza.diloco().identity == cadenza.diloco(faults=cadenza.raise_error()).identity
+
+
+def test_a_joiner_that_cannot_be_reached_is_left_out_and_told_so() -> None:
+    roster = proposed(arrival(0, unreached=(7,)), arrival(1), arrival(2), new(7, unreached=(0, 1)), known={*ALL, 7})
+    assert roster is not None
+    assert (roster.members, dict(roster.unreached or {})) == (ALL, {7: [0, 1]})
+    with pytest.raises(RoundNotHeldError, match="no connection can be made between it and workers 0, 1") as caught:
+        obeyed(Roster.unpack(roster.pack()), new(7))
+    assert caught.value.behind, "it may be reached later"
+
+
+def test_a_joiner_cannot_talk_a_member_out_of_a_round() -> None:
+    roster = proposed(*map(arrival, ALL), new(7, unreached=ALL), known={*ALL, 7})
+    assert roster is not None
+    assert (roster.members, set(roster.unreached or {})) == (ALL, {7})
+
+
+def test_of_members_the_one_that_most_cannot_reach_is_left_out() -> None:
+    book = arrival(0, unreached=(1, 2)), arrival(1, unreached=(0,)), arrival(2, unreached=(0,))
+    roster = proposed(*book)
+    assert roster is not None
+    assert (roster.members, roster.leader) == ((1, 2), 1)
+    assert roster.absent == (0,)
+
+
+def test_two_that_cannot_reach_each_other_hold_no_round_and_say_why() -> None:
+    first, second = (arrival(w, last=(0, 1), unreached=(1 - w,)) for w in (0, 1))
+    with pytest.raises(RoundNotHeldError, match="worker 1 cannot be reached by worker 0"):
+        proposed(first, second, known={0, 1})
+
+
+def test_nobody_leads_from_below_the_rounds_that_were_held() -> None:
+    """A majority has held 253 rounds and comes back empty; the two that are left have seen 95."""
+    everyone = {"known": set(range(5)), "held": 253}
+    book = [arrival(w, rounds=95, last=tuple(range(5))) for w in (3, 4)] + [new(w) for w in (0, 1, 2)]
+    with pytest.raises(RollbackError, match=r"253 rounds were held, .* nobody has seen more than 95"):
+        proposed(*book, **everyone)
+    roster = proposed(*book, **everyone, accept_rollback=True)
+    assert roster is not None
+    assert (roster.leader, roster.given_up, roster.behind) == (3, 253, (0, 1, 2))
+    assert Roster.unpack(roster.pack()) == replace(roster, turned_away={}, late={}, unreached={})
+
+
+def test_a_worker_that_comes_back_empty_counts_where_the_store_remembers() -> None:
+    book = arrival(0, last=(0, 1)), new(1)
+    roster = proposed(*book, known={0, 1}, held=4)
+    assert roster is not None
+    assert roster.members == (0, 1)
+    with pytest.raises(RollbackError, match="only worker 0 has seen any"):
+        proposed(replace(book[0], unsure=True), book[1], known={0, 1}, held=4)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import cadenza
 from cadenza.participants.beat import Beat, Heard, beat_key
 from cadenza.participants.heartbeat import announce_death
-from cadenza.participants.latest_round import LatestRound
+from cadenza.participants.latest_round import Latest, LatestRound
 from cadenza.participants.liveness import LivenessSockets
 from cadenza.participants.membership import Membership, join
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
@@ -85,15 +85,15 @@ def test_a_vote_counts_members_and_no_strangers() -> None:
 def test_the_latest_round_only_grows_and_one_of_long_ago_is_not_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     below, signer = dist.HashStore(), Signer("job", secret="word")
     ours, latest = SignedStore(below, signer), LatestRound(signer)
-    latest.raise_to(ours, RoundId(50_000))
+    latest.raise_to(ours, Latest(RoundId(50_000)))
     recorded = below.get("latest")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)  # another run of the job
     assert latest.read(ours) is None
-    assert latest.raise_to(ours, RoundId(10)) == RoundId(10)
+    assert latest.raise_to(ours, Latest(RoundId(10))).round == RoundId(10)
     below.set("latest", recorded)
     assert latest.read(ours) is None
-    assert latest.raise_to(ours, RoundId(15)) == RoundId(15)
+    assert latest.raise_to(ours, Latest(RoundId(15))).round == RoundId(15)
 
 
 def test_a_beat_that_is_written_again_is_not_heard() -> None:

@@ -325,7 +325,7 @@ class RunData:
     def settings(self) -> Mapping[str, Any]:
         try:
             strategy = tomllib.loads(self.config).get("strategy", {})
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             return {}
         return strategy if isinstance(strategy, dict) else {}
 

@@ -1,0 +1,135 @@
+"""Rounds that were held are not given up in silence, whoever is left and whatever the store remembers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import cadenza
+from cadenza.errors import NobodyLeftError
+from cadenza.participants.heartbeat import Heartbeat
+from cadenza.participants.latest_round import Latest
+from cadenza.participants.membership import Membership, join
+from cadenza.participants.round_id import RoundId
+from cadenza.participants.store import serve
+from support.faults import Told, build, take_step
+
+STRATEGY = cadenza.diloco(period=2, faults=cadenza.shrink(grace_s=2.0, first_s=2.0))
+
+
+class Job:
+    """Workers as threads, each with a synchronizer that the test drives."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.memberships: dict[int, Membership] = {}
+        self.syncs: dict[int, cadenza.Synchronizer] = {}
+        self.parts: dict[int, Any] = {}
+        self.told: dict[int, Told] = {}
+        self.errors: dict[int, BaseException] = {}
+
+    def attach(self, *numbers: int, workers: int, **options: Any) -> None:
+        self._each(numbers, lambda worker: self._attach(worker, workers, options))
+
+    def step(self, *numbers: int, steps: int) -> None:
+        self._each(numbers, lambda worker: self._step(worker, steps))
+
+    def leave(self, *numbers: int) -> None:
+        for worker in numbers:
+            self.syncs.pop(worker).replica.participants.close()
+
+    def _attach(self, worker: int, workers: int, options: dict[str, Any]) -> None:
+        self.parts[worker] = model, optimizer = build(worker)
+        self.told[worker] = Told()
+        membership = join(f"127.0.0.1:{self.port}", worker=worker, workers=workers, lease_s=0.6, **options)
+        self.memberships[worker] = membership
+        self.syncs[worker] = cadenza.attach(
+            model, optimizer, STRATEGY, membership=membership, observers=[self.told[worker]]
+        )
+
+    def _step(self, worker: int, steps: int) -> None:
+        sync = self.syncs[worker]
+        until = sync.clock + steps
+        while sync.clock < until:
+            take_step(*self.parts[worker], worker, sync.clock)
+            sync.step()
+
+    def _each(self, numbers: tuple[int, ...], act: Any) -> None:
+        def run(worker: int) -> None:
+            try:
+                act(worker)
+            except BaseException as error:
+                self.errors[worker] = error
+
+        threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+
+def keep_on(sync: cadenza.Synchronizer, steps: int) -> None:
+    for _ in range(steps):
+        sync.step()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def job() -> Any:
+    server = serve(host="127.0.0.1")
+    made = Job(server.port)
+    yield made
+    made.leave(*made.syncs)
+    del server
+
+
+def test_a_majority_that_comes_back_empty_does_not_undo_the_rounds_it_has_held(job: Job) -> None:
+    job.attach(0, 1, 2, workers=3)
+    job.step(0, 1, 2, steps=4)
+    old = job.memberships[2].heartbeat
+    old._ended.set()  # worker 2 is cut off: it hears of nothing
+    time.sleep(2 * old.tick_s)
+    job.memberships[2].heartbeat.connected = False
+    job.step(0, 1, steps=6)
+    held = job.memberships[0].heartbeat.held
+    assert held == 5, "rounds at steps 2 to 10, the last ones without worker 2"
+    job.leave(0, 1)
+    old._ended.clear()
+    old._thread = threading.Thread(target=old._beat_on, daemon=True)
+    old._thread.start()  # connected again
+    while not old.connected or old.held < held:
+        time.sleep(0.02)
+    before = torch.cat([p.detach().flatten() for p in job.parts[2][0].parameters()])
+    comers = threading.Thread(target=job.attach, args=(0, 1), kwargs={"workers": 3}, daemon=True)
+    comers.start()
+    while not {0, 1} <= old.alive().keys():
+        time.sleep(0.02)
+    sync = job.syncs[2]
+    with pytest.raises(NobodyLeftError, match="CADENZA_ACCEPT_ROLLBACK=1"):
+        keep_on(sync, 400)
+    assert "5 rounds were held, and of those who are here nobody has seen more than 2" in job.told[2][-1].reason
+    after = torch.cat([p.detach().flatten() for p in job.parts[2][0].parameters()])
+    assert torch.equal(before, after), "nothing was given up"
+    job.memberships[2].accepts_rollback = True
+    for _ in range(100):
+        sync.step()
+        if job.told[2][-1].kind == "round":
+            break
+        time.sleep(0.02)
+    comers.join(20)
+    assert job.told[2][-1].kind == "round"
+    assert job.memberships[2].heartbeat.held == held + 1, "whoever comes back with the lost rounds does not lead"
+
+
+def test_a_store_that_has_forgotten_is_noticed_until_the_next_round(job: Job) -> None:
+    membership = join(f"127.0.0.1:{job.port}", worker=0, workers=1)
+    heartbeat: Heartbeat = membership.heartbeat
+    heartbeat.note(Latest(RoundId(4), held=2))
+    assert not heartbeat.forgetful
+    heartbeat.note(None)
+    assert (heartbeat.forgetful, heartbeat.held) == (True, 2)
+    membership.close()
