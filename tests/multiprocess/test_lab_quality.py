@@ -71,7 +71,7 @@ def train_all_as_rank() -> dict[str, float]:
 
 def train_in_the_lab(given: Setting) -> float:
     trainer = Trainer(given, text=text())
-    with workers(given.workers) as pool:
+    with workers(given.workers, timeout_s=120) as pool:
         pool.run(trainer.work)
     first, *others = trainer.stack.modules
     for other in others:
@@ -80,7 +80,7 @@ def train_in_the_lab(given: Setting) -> float:
 
 
 def test_the_lab_trains_as_real_ranks_do(ranks: Any) -> None:
-    theirs, _ = ranks.run(WORKERS, train_all_as_rank)
+    theirs, _ = ranks.run(WORKERS, train_all_as_rank, timeout_s=240, group_timeout_s=120)
     ours = {name: train_in_the_lab(setting(strategy)) for name, strategy in STRATEGIES.items()}
     exact = [name for name in STRATEGIES if name not in ("DiLoCo int8", "streaming 4 bits")]
     assert {name: ours[name] for name in exact} == pytest.approx({name: theirs[name] for name in exact}, rel=1e-6)

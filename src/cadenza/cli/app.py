@@ -18,6 +18,7 @@ from cadenza.cli.doctor import doctor
 from cadenza.cli.export import export
 from cadenza.cli.failures import exit_code, explain
 from cadenza.cli.plan import plan
+from cadenza.cli.recipes import recipes
 from cadenza.cli.report.command import report
 from cadenza.cli.train import train
 from cadenza.errors import CadenzaError
@@ -42,6 +43,8 @@ STORY = """
 
 Ctrl-C saves; **cadenza train --resume RUN** goes on. **cadenza report RUN…** draws what is in the run's folder.
 
+**cadenza recipes list** names configurations that come with Cadenza; **cadenza recipes copy NAME** writes one here.
+
 **cadenza export RUN model.safetensors** writes the trained model, for plain PyTorch or transformers.
 
 Exit codes: 0 done, 1 the training failed, 2 bad input, 130 interrupted. `--debug` shows where an error comes from.
@@ -56,6 +59,7 @@ app = typer.Typer(
 )
 for command in (train, report, plan, export, doctor, bench):
     app.command()(command)
+app.add_typer(recipes)
 
 
 def _print_version(wanted: bool) -> None:
