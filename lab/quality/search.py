@@ -9,6 +9,7 @@ beyond (a batch of one window, a momentum of 0) count as inside.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,24 +65,42 @@ def search(axes: Mapping[str, Axis], start: Point, loss: Callable[[Point], float
     >>> search(axes, {"lr": 2}, lambda point: known.get(point["lr"]))
     Found(best={'lr': 4}, wanted=[{'lr': 8}], edges=[])
     """
-    best, value = dict(start), loss(start)
-    if value is None:
+    best: Point = dict(start)
+    names, settled = list(axes), 0  # how many axes in a row have no better value for the best point
+    if loss(best) is None:
         return Found(None, [best], [])
-    moved = True
-    while moved:
-        moved = False
-        for name, axis in axes.items():
-            tried = [{**best, name: other} for other in axis.beside(best[name])]
-            losses = [loss(point) for point in tried]
-            missing = [point for point, found in zip(tried, losses, strict=True) if found is None]
-            known = [(found, i) for i, found in enumerate(losses) if found is not None and found < _number(value)]
-            if known:
-                value, i = min(known)
-                best, moved = tried[i], True
-                break
-            if missing:
-                return Found(best, missing, [])
+    for name in itertools.cycle(names):
+        better = _better(name, axes[name], best, loss)
+        while isinstance(better, dict):
+            best, settled = better, 0
+            better = _better(name, axes[name], best, loss)
+        if better is not None:
+            return Found(best, [better.point], [])
+        settled += 1
+        if settled >= len(names):
+            break
     return Found(best, [], [name for name, axis in axes.items() if axis.at_edge(best[name])])
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A neighbour that must be tried before the search can go on."""
+
+    point: Point
+
+
+def _better(
+    name: str, axis: Axis, best: Point, loss: Callable[[Point], float | None]
+) -> dict[str, Any] | _Unknown | None:
+    """Return a neighbour on an axis that is better than the best point, or one that is not known yet, or None."""
+    for value in axis.beside(best[name]):
+        point = {**best, name: value}
+        found = loss(point)
+        if found is None:
+            return _Unknown(point)
+        if found < _number(loss(best)):
+            return point
+    return None
 
 
 def _number(value: float | None) -> float:

@@ -182,6 +182,15 @@ QUEUE: tuple[Study | Variant, ...] = (
     Variant("moments reset", _FOUR, strategy={"optimizer_state": "reset"}, seeds=(TUNING_SEED,)),
     Variant("gradients averaged in the first tenth", _FOUR, strategy={"warmup_steps": 900}, seeds=(TUNING_SEED,)),
     Variant("period from 8 to 60", _FOUR, strategy={"period": {"1": 8, "1000": 30, "6000": 60}}, seeds=(TUNING_SEED,)),
+    Variant(
+        "outer rate rises over 60 rounds",
+        _FOUR,
+        strategy={"outer_factors": {"0": 0.3, "20": 0.6, "60": 1.0}},
+        seeds=(TUNING_SEED,),
+    ),
+    Variant(
+        "outer rate halved in the last 60 rounds", _FOUR, strategy={"outer_factors": {"240": 0.5}}, seeds=(TUNING_SEED,)
+    ),
     Variant("no weight decay", _FOUR, {"decay": 0.0}, seeds=(TUNING_SEED,)),
     Variant("weight decay times 4", _FOUR, {"decay": 4.0}, seeds=(TUNING_SEED,)),
     Variant("beta2 0.999", _FOUR, {"betas": (0.9, 0.999)}, seeds=(TUNING_SEED,)),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from cadenza.training.strategies import build_strategy
 
 __all__ = ["Setting", "train"]
 
+_AVERAGED_EVERY, _SHARE = 30, 0.1  # the moving average: steps from one sample to the next, and the weight of each
 Losses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -76,14 +77,30 @@ class Setting:
         usual = {f.name: f.default for f in fields(self)}
         return json.dumps({k: v for k, v in asdict(self).items() if v != usual[k]}, sort_keys=True)
 
+    @classmethod
+    def from_key(cls, key: str) -> Setting:
+        """Return the setting that a key was made of.
+
+        >>> setting = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=1, betas=(0.9, 0.999))
+        >>> Setting.from_key(setting.key) == setting
+        True
+        """
+        given = json.loads(key)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
     def build(self) -> cadenza.Strategy:
         """Return the strategy; DDP has none of its own here, so its one worker never meets anybody."""
         given = dict(self.strategy)
         if given["name"] == "ddp":
             return cadenza.local_sgd(2**62, measure_drift=False)
-        state = given.pop("optimizer_state", "leave")
-        options = {} if state == "leave" else {"optimizer_state": state}
-        return build_strategy(**given, **options)
+        factors = given.pop("outer_factors", None)  # on the outer learning rate, by the round from which they hold
+        strategy = build_strategy(**given)
+        if factors is None:
+            return strategy
+        outer = cadenza.nesterov(
+            given["outer_lr"], momentum=given["outer_momentum"], schedule={int(r): f for r, f in factors.items()}
+        )
+        return replace(strategy, levels=tuple(replace(level, outer=outer) for level in strategy.levels))
 
 
 @dataclass
@@ -114,6 +131,7 @@ class Trainer:
         self.losses = _compiled(setting.shape, setting.qk_norm) if self.compiled else self.stack.losses
         self.batches = Batches(self.text.training, seed=1000 + setting.seed, context=setting.context)
         self.barrier = threading.Barrier(setting.workers)
+        self.average = self.stack.values.detach().mean(0, keepdim=True)  # of the workers' mean, over the last steps
         self.curve: list[tuple[int, float]] = []
         self.training_loss = 0.0
         self.bytes_sent = 0
@@ -134,15 +152,20 @@ class Trainer:
         warmup = int(setting.warmup * setting.steps)
         self.inner.step(rate_at(number - 1, setting.steps, peak=setting.lr, warmup=warmup, floor=setting.floor))
         if number % max(1, setting.steps // 8) == 0 and number < setting.steps:
-            self.curve.append((number, self.loss(self.text.validation, windows=256)))
+            self.curve.append((number, self.loss(self.mean(), self.text.validation, windows=256)))
+        if number % _AVERAGED_EVERY == 1:  # just after a round of a period that divides it
+            self.average.lerp_(self.mean(), _SHARE)
+
+    def mean(self) -> torch.Tensor:
+        """Return the mean of the workers' parameters, as one row."""
+        return self.stack.values.detach().mean(0, keepdim=True)
 
     @torch.no_grad()
-    def loss(self, text: torch.Tensor, *, windows: int) -> float:
-        """Return the loss of the workers' mean on windows spread over a text."""
-        mean = self.stack.values.mean(0, keepdim=True)
+    def loss(self, values: torch.Tensor, text: torch.Tensor, *, windows: int) -> float:
+        """Return the loss of one row of values on windows spread over a text."""
         given, wanted = spread_windows(text, windows, context=self.setting.context)
         parts = zip(given.split(128), wanted.split(128), strict=True)
-        return sum(float(self.stack.losses(mean, g[None], w[None])) * len(g) for g, w in parts) / windows
+        return sum(float(self.stack.losses(values, g[None], w[None])) * len(g) for g, w in parts) / windows
 
     def work(self, worker: Worker) -> None:
         """Train as one of the workers."""
@@ -180,9 +203,12 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
     trainer = Trainer(setting, text=text or Text.standard_library(), compiled=compiled)
     with workers(setting.workers, timeout_s=3600) as pool:
         pool.run(trainer.work)
+    validation, test = partial(trainer.loss, windows=1024), partial(trainer.loss, windows=2048)
     return {
-        "validation": trainer.loss(trainer.text.validation, windows=1024),
-        "test": trainer.loss(trainer.text.test, windows=2048),
+        "validation": validation(trainer.mean(), trainer.text.validation),
+        "test": test(trainer.mean(), trainer.text.test),
+        "average_validation": validation(trainer.average, trainer.text.validation),
+        "average_test": test(trainer.average, trainer.text.test),
         "training": trainer.training_loss,
         "curve": trainer.curve,
         "steps": setting.steps,
