@@ -179,7 +179,6 @@ QUEUE: tuple[Study | Variant, ...] = (
     Variant("int8 with feedback", _FOUR, strategy={"codec": "int8+feedback"}),
     Variant("4 bits with feedback", _FOUR, strategy={"codec": "e3m0+feedback"}),
     Variant("moments averaged", _FOUR, strategy={"optimizer_state": "average"}, seeds=(TUNING_SEED,)),
-    Variant("moments reset", _FOUR, strategy={"optimizer_state": "reset"}, seeds=(TUNING_SEED,)),
     Variant("gradients averaged in the first tenth", _FOUR, strategy={"warmup_steps": 900}, seeds=(TUNING_SEED,)),
     Variant("period from 8 to 60", _FOUR, strategy={"period": {"1": 8, "1000": 30, "6000": 60}}, seeds=(TUNING_SEED,)),
     Variant(

@@ -93,6 +93,8 @@ class Setting:
         given = dict(self.strategy)
         if given["name"] == "ddp":
             return cadenza.local_sgd(2**62, measure_drift=False)
+        if given.get("optimizer_state") == "reset":
+            raise ValueError("The library resets a worker's optimizer, and the moments are those of the stacked one.")
         factors = given.pop("outer_factors", None)  # on the outer learning rate, by the round from which they hold
         strategy = build_strategy(**given)
         if factors is None:
@@ -184,7 +186,9 @@ class Trainer:
             self.barrier.wait()
         sync.finish()
         if rank == 0:
-            self.bytes_sent = sum(report.bytes_sent for report in reports)
+            ring = 2 * (self.setting.workers - 1) * self.stack.values[0].nbytes // self.setting.workers
+            together = min(sync.strategy.warmup_steps, self.setting.steps)
+            self.bytes_sent = sum(report.bytes_sent for report in reports) + together * ring
 
     def _first(self, rank: int, work: Callable[[int], None], number: int) -> None:
         """Let the first worker do something for all while the others wait."""
