@@ -61,6 +61,7 @@ def test_strategies_are_compared_over_a_link_on_the_same_data(tmp_path: Path) ->
         link = run.environment()["link"]
         assert link["rate"] == "50mbit"
         assert min(link["interface_bytes"]) > run.summary()["bytes_sent"]
+    assert "ddp: the task's own learning rate; no recipe has one tuned for it" in printed
     assert "time to held-out loss" in printed
     assert "left all interfaces (50mbit links)" in printed
     assert printed.rstrip().endswith("Report: race/report.html")

@@ -18,6 +18,7 @@ from cadenza.cli.doctor import doctor
 from cadenza.cli.export import export
 from cadenza.cli.failures import exit_code, explain
 from cadenza.cli.plan import plan
+from cadenza.cli.recipes import recipes
 from cadenza.cli.report.command import report
 from cadenza.cli.selftest import selftest
 from cadenza.cli.train import train
@@ -43,6 +44,8 @@ STORY = """
 
 Ctrl-C saves; **cadenza train --resume RUN** goes on. **cadenza report RUN…** draws what is in the run's folder.
 
+**cadenza recipes list** names configurations that come with Cadenza; **cadenza recipes copy NAME** writes one here.
+
 **cadenza export RUN model.safetensors** writes the trained model, for plain PyTorch or transformers.
 
 **cadenza selftest** tries on this machine whether all of it works, on each device; its JSON goes into a bug report.
@@ -59,6 +62,7 @@ app = typer.Typer(
 )
 for command in (train, report, plan, export, doctor, bench, selftest):
     app.command()(command)
+app.add_typer(recipes)
 
 
 def _print_version(wanted: bool) -> None:

@@ -87,10 +87,11 @@ def train(
     if print_config:
         print(chosen.to_toml(), end="")
     elif compare is not None:
-        from cadenza.cli.comparing import race
+        from cadenza.cli.comparing import keys_given, race
 
-        folder = run or _default_folder("compare")
-        race(folder, chosen, compare.split(","), console, plain=plain, link=link, report=not no_report)
+        folder, given = run or _default_folder("compare"), keys_given(config, overrides)
+        names = compare.split(",")
+        race(folder, chosen, names, console, given=given, plain=plain, link=link, report=not no_report)
     else:
         _begin(run, chosen, console, plain=plain, link=link, report=not no_report)
 

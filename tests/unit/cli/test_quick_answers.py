@@ -59,6 +59,7 @@ def test_help_and_version_come_without_torch(tmp_path: Path) -> None:
     names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
     assert {"train", "report", "doctor", "bench"} <= set(names)
     lines = [["--version"], ["--help"], *([name, "--help"] for name in names), ["train", "--print-config"]]
+    lines += [["recipes", "list"], ["recipes", "show", "gpt-ddp"], ["recipes", "copy", "gpt-ddp"]]
     printed = answers(tmp_path, *lines)
     assert printed.count("exit 0") == len(lines)
 

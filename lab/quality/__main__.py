@@ -1,0 +1,3 @@
+from lab.quality.command import main
+
+main()

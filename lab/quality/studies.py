@@ -1,0 +1,229 @@
+"""What is measured, in the order in which it is worth knowing.
+
+A `Study` tunes one method on its own; a `Variant` changes one thing about the tuned setting of a study and is compared
+with it seed by seed. Both give the runs that are still missing; the queue asks them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lab.quality.records import Records
+from lab.quality.search import Axis, Found, search
+from lab.quality.training import Setting
+
+__all__ = ["QUEUE", "SEEDS", "TUNING_SEED", "Study", "Variant", "find", "missing"]
+
+TUNING_SEED = 1
+SEEDS = (11, 12, 13)  # of the final runs; tuning has never seen them
+
+LR = Axis((5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2))
+BATCH = Axis((1, 2, 4, 8, 16, 32), closed_below=True)
+OUTER_LR = Axis((0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0))
+MOMENTUM = Axis((0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95), closed_below=True)
+BETA = Axis((0.0, 0.2, 0.4, 0.6, 0.8, 0.9), closed_below=True)
+OWN = ("lr", "batch")  # axes of a Setting; all others are keys of its strategy
+
+
+@dataclass(frozen=True)
+class Study:
+    """One method on one model with one number of workers, tuned on its own.
+
+    Args:
+        fixed: What is not tuned.
+        axes: What is; `start` has a value for each, and for whatever of the strategy stays as it is.
+        after: A study that must have ended; its best values are this one's start, where they share an axis.
+    """
+
+    name: str
+    fixed: Setting
+    axes: Mapping[str, Axis]
+    start: Mapping[str, Any]
+    after: str | None = None
+
+    def setting(self, point: Mapping[str, Any], seed: int = TUNING_SEED) -> Setting:
+        own = {name: value for name, value in point.items() if name in OWN}
+        outer = {name: value for name, value in point.items() if name not in OWN}
+        return replace(self.fixed, strategy={**self.fixed.strategy, **outer}, seed=seed, **own)
+
+    def found(self, records: Records) -> Found:
+        """Return how far the tuning is."""
+        start = dict(self.start)
+        if self.after is not None:
+            before = find(self.after)
+            assert isinstance(before, Study)
+            other = before.found(records)
+            if other.wanted or other.best is None:
+                return Found(None, [], [])
+            start |= {name: other.best[name] for name in self.axes if name in other.best and name != "batch"}
+
+        def loss(point: Mapping[str, Any]) -> float | None:
+            run = records.get(self.setting(point))
+            return None if run is None else run["validation"]
+
+        return search(self.axes, start, loss)
+
+    def tuned(self, records: Records) -> Setting | None:
+        """Return the best setting, once its neighbours are known to be worse."""
+        found = self.found(records)
+        return self.setting(found.best) if found.best is not None and not found.wanted else None
+
+    def wanted(self, records: Records) -> list[Setting]:
+        """Return the runs to do next: those of the tuning, then those of the final seeds."""
+        found = self.found(records)
+        if found.wanted:
+            return [self.setting(point) for point in found.wanted]
+        tuned = self.tuned(records)
+        return [] if tuned is None else _missing_seeds(tuned, SEEDS, records)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The tuned setting of a study with some things changed.
+
+    Args:
+        of: The study.
+        change: Fields of the Setting.
+        strategy: Keys of its strategy.
+        seeds: With which it is compared; the tuning seed alone is a first look, judged on the text for tuning.
+    """
+
+    name: str
+    of: str
+    change: Mapping[str, Any] = field(default_factory=dict)
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Sequence[int] = SEEDS
+
+    def tuned(self, records: Records) -> Setting | None:
+        study = find(self.of)
+        tuned = study.tuned(records)
+        if tuned is None:
+            return None
+        strategy = {key: value for key, value in {**tuned.strategy, **self.strategy}.items() if value is not None}
+        return replace(tuned, strategy=strategy, **self.change)
+
+    def wanted(self, records: Records) -> list[Setting]:
+        tuned = self.tuned(records)
+        return [] if tuned is None else _missing_seeds(tuned, self.seeds, records)
+
+
+def _missing_seeds(setting: Setting, seeds: Sequence[int], records: Records) -> list[Setting]:
+    settings = [replace(setting, seed=seed) for seed in seeds]
+    return [one for one in settings if records.get(one) is None]
+
+
+def _ddp(size: str = "170k", inner: str = "adamw", *, lr: float = 8e-3, batch: int = 8, **more: Any) -> Study:
+    fixed = Setting({"name": "ddp"}, workers=1, batch=batch, lr=lr, seed=TUNING_SEED, size=size, inner=inner, **more)
+    name = "ddp" if inner == "adamw" else f"ddp {inner}"
+    return Study(_named(name, size), fixed, {"lr": LR, "batch": BATCH}, {"lr": lr, "batch": batch})
+
+
+def _method(
+    method: str,
+    workers: int,
+    period: int | None = 30,
+    *,
+    size: str = "170k",
+    inner: str = "adamw",
+    start: Mapping[str, Any],
+    strategy: Mapping[str, Any] | None = None,
+    after: str | None = None,
+    **more: Any,
+) -> Study:
+    keys = {"name": method, **({} if period is None else {"period": period}), **(strategy or {})}
+    known = {"lr": LR, "batch": BATCH, "outer_lr": OUTER_LR, "outer_momentum": MOMENTUM, "beta": BETA}
+    axes = {name: axis for name, axis in known.items() if name in start}
+    first = {"batch": start["batch"], "lr": start["lr"]}
+    fixed = Setting(keys, workers=workers, seed=TUNING_SEED, size=size, inner=inner, **first, **more)
+    words = f"{method} {workers} workers" + ("" if period is None else f" period {period}")
+    return Study(_named(words, size), fixed, axes, start, after)
+
+
+def _named(name: str, size: str) -> str:
+    return name if size == "170k" else f"{name} {size}"
+
+
+def _default_task(method: str, *, start: Mapping[str, Any], **strategy: Any) -> Study:
+    """Return a study of the default task of `cadenza train`, at half its steps, for the recipes."""
+    together = method == "ddp"
+    fixed = Setting(
+        {"name": method, **strategy},
+        workers=1 if together else 4,
+        batch=32 if together else 8,
+        lr=start["lr"],
+        seed=TUNING_SEED,
+        tokens=1000 * 4 * 8 * 128,
+        betas=(0.9, 0.95),
+        warmup=0.064,
+        floor=0.1,
+        weight_decay=0.1,
+        qk_norm=False,
+        context=128,
+    )
+    known = {"lr": LR, "outer_lr": OUTER_LR, "outer_momentum": MOMENTUM}
+    return Study(f"default task, {method}", fixed, {k: a for k, a in known.items() if k in start}, start)
+
+
+_FOUR = "diloco 4 workers period 30"
+_START = {"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.8, "batch": 2}
+_MULOCO = "muloco 4 workers period 30"
+
+# The bars first, then what might win points, then the other methods, numbers of workers and periods.
+QUEUE: tuple[Study | Variant, ...] = (
+    _ddp(),
+    _method("diloco", 4, start=_START),
+    _method("diloco", 2, start={**_START, "batch": 4}, after=_FOUR),
+    _method("diloco", 1, start={**_START, "batch": 8}, after=_FOUR),
+    Variant("int8 with feedback", _FOUR, strategy={"codec": "int8+feedback"}),
+    Variant("4 bits with feedback", _FOUR, strategy={"codec": "e3m0+feedback"}),
+    Variant("moments averaged", _FOUR, strategy={"optimizer_state": "average"}, seeds=(TUNING_SEED,)),
+    Variant("gradients averaged in the first tenth", _FOUR, strategy={"warmup_steps": 900}, seeds=(TUNING_SEED,)),
+    Variant("period from 8 to 60", _FOUR, strategy={"period": {"1": 8, "1000": 30, "6000": 60}}, seeds=(TUNING_SEED,)),
+    Variant(
+        "outer rate rises over 60 rounds",
+        _FOUR,
+        strategy={"outer_factors": {"0": 0.3, "20": 0.6, "60": 1.0}},
+        seeds=(TUNING_SEED,),
+    ),
+    Variant(
+        "outer rate halved in the last 60 rounds", _FOUR, strategy={"outer_factors": {"240": 0.5}}, seeds=(TUNING_SEED,)
+    ),
+    Variant("no weight decay", _FOUR, {"decay": 0.0}, seeds=(TUNING_SEED,)),
+    Variant("weight decay times 4", _FOUR, {"decay": 4.0}, seeds=(TUNING_SEED,)),
+    Variant("beta2 0.999", _FOUR, {"betas": (0.9, 0.999)}, seeds=(TUNING_SEED,)),
+    Variant("ddp, beta2 0.999", "ddp", {"betas": (0.9, 0.999)}, seeds=(TUNING_SEED,)),
+    Variant("ddp, weight decay times 4", "ddp", {"decay": 4.0}, seeds=(TUNING_SEED,)),
+    _default_task("ddp", start={"lr": 1.6e-2}),
+    _default_task("diloco", period=16, start={"lr": 8e-3, "outer_lr": 1.0, "outer_momentum": 0.4}),
+    _default_task("local_sgd", period=16, start={"lr": 1.6e-2}),
+    _ddp(inner="muon", lr=1.6e-2),
+    _method("muloco", 4, inner="muon", start={**_START, "lr": 1.6e-2}),
+    Variant("muloco, 4 bits with feedback", _MULOCO, strategy={"codec": "e3m0+feedback"}),
+    _method("local_sgd", 4, start={"lr": 8e-3, "batch": 2}),
+    _method("post_local_sgd", 4, start={"lr": 8e-3, "batch": 2}, strategy={"warmup_steps": 1000}),
+    _method("hierarchical", 4, None, start={"lr": 8e-3, "batch": 2}, strategy={"levels": {"8": 2, "30": "all"}}),
+    _method("slowmo", 4, start={"lr": 8e-3, "batch": 2, "beta": 0.6}),
+    _method("streaming_diloco", 4, start=_START, strategy={"layers": 1, "delay": 2}, after=_FOUR),
+    _method("sparse_loco", 4, start={"lr": 8e-3, "batch": 2, "outer_lr": 1.0}),
+    _method("edit", 4, start=_START, after=_FOUR),
+    _method("des_loc", 4, start={"lr": 8e-3, "batch": 2}),
+    _method("diloco", 8, start={**_START, "batch": 1}, after=_FOUR),
+    _method("diloco", 4, 8, start=_START, after=_FOUR),
+    _method("diloco", 4, 100, start=_START, after=_FOUR),
+    _ddp("35k", tokens=9216 * 256, batch=4),
+    _method("diloco", 4, size="35k", start={**_START, "batch": 1}, after=_FOUR, tokens=9216 * 256),
+    _ddp("830k", tokens=9216 * 1024, lr=4e-3, batch=16),
+    _method("diloco", 4, size="830k", start={**_START, "batch": 4, "lr": 4e-3}, tokens=9216 * 1024),
+)
+
+
+def find(name: str) -> Study | Variant:
+    """Return what is called so."""
+    return next(entry for entry in QUEUE if entry.name == name)
+
+
+def missing(records: Records) -> list[tuple[str, Setting]]:
+    """Return the runs that can be done now, the most wanted first."""
+    return [(entry.name, setting) for entry in QUEUE for setting in entry.wanted(records)]

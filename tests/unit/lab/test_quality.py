@@ -1,0 +1,179 @@
+"""The lab of learning quality: the stacked model and optimizers, the search, and the file of runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab.quality import report, studies
+from lab.quality.figures import BARS, trail
+from lab.quality.inner import StackedMuon
+from lab.quality.model import SHAPES, Stack, new_model
+from lab.quality.records import Records
+from lab.quality.search import Axis, search
+from lab.quality.training import Setting
+
+from cadenza.optim import muon_and_adamw
+
+SHAPE = SHAPES["35k"]
+
+
+def windows(workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    both = torch.randint(256, (2, workers, 3, SHAPE.context), generator=generator)
+    return both[0], both[1]
+
+
+def test_the_stacked_model_is_the_librarys() -> None:
+    stack = Stack(new_model(SHAPE, seed=1, qk_norm=False), SHAPE, 2)
+    with torch.no_grad():
+        stack.values[1].mul_(1.1)
+    given, wanted = windows(2)
+    losses = stack.losses(stack.values, given, wanted)
+    losses.sum().backward()
+    for i, module in enumerate(stack.modules):
+        stacked = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        module.zero_grad()
+        loss = module(given[i], wanted[i])
+        loss.backward()
+        assert float(losses[i].detach()) == pytest.approx(float(loss.detach()), rel=1e-6)
+        for p, seen in zip(module.parameters(), stacked, strict=True):
+            torch.testing.assert_close(seen, p.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_normalised_queries_do_not_care_for_the_size_of_their_weights() -> None:
+    stack = Stack(new_model(SHAPE, seed=1, qk_norm=True), SHAPE, 1)
+    given, wanted = windows(1)
+    before = stack.losses(stack.values, given, wanted)
+    with torch.no_grad():
+        stack.modules[0].blocks[0].attention.weight[: 2 * SHAPE.width].mul_(3.0)
+    torch.testing.assert_close(stack.losses(stack.values, given, wanted), before, rtol=1e-5, atol=0)
+
+
+def test_stacked_muon_follows_torchs_as_far_as_16_bits_go() -> None:
+    stack = Stack(new_model(SHAPE, seed=1, qk_norm=True), SHAPE, 2)
+    inner = StackedMuon(stack, betas=(0.9, 0.95), weight_decay=0.1, adamw_share=0.5, momentum=0.95)
+    other = new_model(SHAPE, seed=1, qk_norm=True)
+    plain = muon_and_adamw(
+        other,
+        lr=0.02,
+        adamw_lr=0.01,
+        weight_decay=0.1,
+        use_muon=lambda name, p: name.startswith("blocks.") and p.ndim == 2,
+    )
+    plain[1].param_groups[0]["weight_decay"] = 0.2  # so that both decay as fast
+    start = [p.detach().clone() for p in other.parameters()]
+    stack.gradients.copy_(torch.randn(stack.gradients.shape, generator=torch.Generator().manual_seed(2)))
+    for p, module_p in zip(other.parameters(), stack.modules[1].parameters(), strict=True):
+        assert module_p.grad is not None
+        p.grad = module_p.grad.clone()
+    for _ in range(3):
+        inner.step(0.02)
+        for optimizer in plain:
+            optimizer.step()
+    for p, first, ours in zip(other.parameters(), start, stack.modules[1].parameters(), strict=True):
+        moved, wanted = (ours - first).detach(), (p - first).detach()
+        assert float((moved - wanted).norm()) < 0.03 * float(wanted.norm())
+
+
+def test_a_search_ends_where_all_neighbours_are_worse() -> None:
+    axes = {"lr": Axis((1, 2, 4, 8, 16, 32)), "momentum": Axis((0.0, 0.5, 0.9), closed_below=True)}
+    tried: list[Any] = []
+
+    def bowl(point: Any) -> float:
+        return abs(math.log2(point["lr"]) - 3) + point["momentum"]
+
+    known: dict[tuple[float, float], float] = {}
+    while True:
+        found = search(axes, {"lr": 2, "momentum": 0.5}, lambda p: known.get((p["lr"], p["momentum"])))
+        if not found.wanted:
+            break
+        for point in found.wanted:
+            tried.append(point)
+            known[point["lr"], point["momentum"]] = bowl(point)
+    assert found.best == {"lr": 8, "momentum": 0.0}
+    assert not found.edges
+    assert len(tried) == len(known) < 12
+
+
+def test_a_search_says_that_its_best_lies_at_the_edge_and_shuns_what_diverged() -> None:
+    losses = {1: 3.0, 2: 2.0, 4: 1.0}
+    found = search({"lr": Axis((1, 2, 4))}, {"lr": 1}, lambda p: losses[p["lr"]])
+    assert found.best == {"lr": 4}
+    assert found.edges == ["lr"]
+    found = search({"lr": Axis((1, 2, 4))}, {"lr": 4}, lambda p: {1: 3.0, 2: 2.0, 4: math.nan}[p["lr"]])
+    assert found.best == {"lr": 2}
+    assert not found.edges
+
+
+def test_runs_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    one = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=1)
+    two = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=2)
+    Records(tmp_path).add(one, {"validation": 1.0})
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"key": "half a li')
+    records = Records(tmp_path)
+    assert records.get(one) is not None
+    records.add(two, {"validation": 2.0})
+    assert [Records(tmp_path).get(each)["validation"] for each in (one, two)] == [1.0, 2.0]  # type: ignore[index]
+
+
+def test_one_run_is_done_by_one_process_at_a_time(tmp_path: Path) -> None:
+    setting = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=1)
+    with Records(tmp_path).claimed(setting) as mine, Records(tmp_path).claimed(setting) as theirs:
+        assert mine
+        assert not theirs
+    with Records(tmp_path).claimed(setting) as again:
+        assert again
+
+
+def test_every_entry_of_the_queue_can_be_built() -> None:
+    names = [entry.name for entry in studies.QUEUE]
+    assert len(set(names)) == len(names)
+    for entry in studies.QUEUE:
+        if isinstance(entry, studies.Study):
+            assert entry.setting(entry.start).build().levels
+            assert entry.setting(entry.start).steps > 1000 or "default" in entry.name
+            assert all(entry.start[name] in axis.values for name, axis in entry.axes.items())
+        else:
+            assert studies.find(entry.of)
+
+
+def fake_loss(setting: Setting) -> float:
+    """A loss that is lowest at lr 4e-3 and momentum 0.6; four workers are 3 % worse than one, seeds differ a little."""
+    off = abs(math.log2(setting.lr / 4e-3)) + abs(setting.strategy.get("outer_momentum", 0.6) - 0.6)
+    off += abs(setting.strategy.get("outer_lr", 1.0) - 1.0)
+    batch = abs(math.log2(setting.workers * setting.batch / 16))
+    return (2 + 0.1 * off + 0.05 * batch) * (1 + 0.01 * (setting.workers - 1)) + 1e-3 * setting.seed
+
+
+def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    wanted = {"ddp", "diloco 4 workers period 30", "diloco 2 workers period 30", "int8 with feedback"}
+    while runs := [setting for name, setting in studies.missing(records) if name in wanted]:
+        loss = fake_loss(runs[0])
+        result = {"validation": loss, "test": loss, "bytes_sent": 10**6, "cpu_seconds": 1.0}
+        records.runs[runs[0].key] = {"key": runs[0].key, **result}  # without a file: that is tested elsewhere
+    four = studies.find("diloco 4 workers period 30")
+    assert isinstance(four, studies.Study)
+    assert four.found(records).best == {"lr": 4e-3, "outer_lr": 1.0, "outer_momentum": 0.6, "batch": 4}
+    tried = trail(four, records)
+    assert tried[0][0] == four.tuned(records)
+    assert len(tried) < 18
+    report.write(records, tmp_path, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    verdicts = {bar.name: bar.verdict(records) for bar in BARS}
+    assert verdicts["one replica with an outer step"] == "not measured yet"
+    assert verdicts["two workers"].startswith("+0.99 %")
+    assert verdicts["two workers"].endswith("held")
+    assert all(verdict in text for verdict in verdicts.values())
+    assert "| int8 with feedback | diloco 4 workers period 30 | +0.00 % | 3 |" in text
+    assert "| 4 bits with feedback | diloco 4 workers period 30 | not measured yet | 0 |" in text
+    assert {path.name for path in tmp_path.glob("*.svg")} == {
+        "quality_batch.svg",
+        "quality_bytes.svg",
+        "quality_workers.svg",
+    }
