@@ -23,7 +23,7 @@ from cadenza.training.config import Config
 from cadenza.training.connections import DirectConnection
 from cadenza.training.crew import Decision, describe_error
 from cadenza.training.exit_records import NO_RECORD, LastRecord
-from cadenza.training.held_out_shares import Evaluation, Shares
+from cadenza.training.held_out_shares import Evaluation, Share, Shares, means
 from cadenza.training.runs import Run
 
 __all__ = ["FixedCrew", "fixed_crew"]
@@ -76,7 +76,7 @@ class FixedCrew:
         dist.barrier()
 
     def shares(self, source: str) -> Shares:
-        return _SummedShares(self.worker, source)
+        return _GatheredShares(self.worker, source)
 
     def add_up(self, figures: Sequence[float], *, workers: int) -> list[float]:
         return _sum_over_workers(figures)
@@ -95,20 +95,23 @@ class FixedCrew:
         return text if first == me else f"Stopped, because worker {first} failed. ({text})"
 
 
-class _SummedShares:
-    """Adds the shares of a held-out loss by an all-reduce: all workers measure at the same step, and all know it."""
+class _GatheredShares:
+    """Gathers the shares of held-out metrics: all workers measure at the same step, and all know what came of it."""
 
     def __init__(self, worker: int, source: str) -> None:
         self._worker, self._source = worker, source
         self._found: list[Evaluation] = []
 
-    def post(self, step: int, members: tuple[int, ...], total: float, count: float) -> None:
-        total, count = _sum_over_workers([total, count])
-        if count <= 0:
+    def post(self, step: int, members: tuple[int, ...], share: Share) -> None:
+        shares: list[Share] = [{}] * dist.get_world_size()
+        dist.all_gather_object(shares, share)
+        metrics = means(shares)
+        if "loss" not in metrics:
+            count = sum(one["loss"][1] for one in shares)
             raise UsageError(
                 f"{self._source} has evaluated nothing: the counts of all {len(members)} workers add up to {count:g}."
             )
-        self._found.append(Evaluation(step, total / count, write=self._worker == min(members)))
+        self._found.append(Evaluation(step, metrics, write=self._worker == min(members)))
 
     def collect(self, *, wait: bool = False) -> list[Evaluation]:
         found, self._found = self._found, []
