@@ -6,7 +6,6 @@ At an evaluation, one worker writes the average down as a candidate. Once the me
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -73,10 +72,11 @@ class BestModel:
         if not self._is_best(value):
             candidate.unlink()
             return
-        note = self._run.best_note.with_suffix(".partial")
-        note.write_text(json.dumps({"step": found.step, "metric": self._metric, "value": value}))
-        candidate.replace(self._run.best_model)
-        note.replace(self._run.best_note)
+        try:
+            self._run.write_best({"step": found.step, "metric": self._metric, "value": value}, candidate)
+        except OSError as error:
+            candidate.unlink(missing_ok=True)
+            self._warn(f"The best model, of step {found.step}, could not be kept: {error.strerror}.")
 
     def _is_best(self, value: float) -> bool:
         before = self._run.best()

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -192,7 +193,10 @@ class Recorder:
     def close(self) -> None:
         """Write what waits, and close the files."""
         for board in self.boards:
-            board.close()
+            try:
+                board.close()
+            except Exception as error:  # a logger's own, such as a full disk
+                self.event(self.last_step, f"{type(board).__name__} could not be closed: {error}", level="warning")
         self.writer.close()
 
 
@@ -206,7 +210,8 @@ class LogEvents(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._waiting.append((record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning"))
-        print(self.format(record), file=sys.stderr, flush=True)
+        with suppress(OSError):  # of a full disk, which must not end the training
+            print(self.format(record), file=sys.stderr, flush=True)
 
     def write(self, recorder: Recorder, step: int) -> None:
         """Write down what was logged; a text that begins with its step is filed under that."""

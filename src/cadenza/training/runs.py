@@ -129,6 +129,12 @@ class Run:
         """Return which step's model is kept as the best, by which metric and at which value; None if none is."""
         return _read_json(self.best_note) or None
 
+    def write_best(self, best: Mapping[str, Any], model: Path) -> None:
+        """Keep the model in a file as the best one."""
+        note = _written(self.best_note, json.dumps(best))
+        os.replace(model, self.best_model)
+        os.replace(note, self.best_note)
+
     def summary(self) -> dict[str, Any] | None:
         """Return how the run ended; None if it did not."""
         return _read_json(self.summary_file) or None
@@ -239,9 +245,18 @@ def _git_commit() -> str | None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file so that readers find the old one or the new one, and never a part, whoever else writes it."""
+    os.replace(_written(path, text), path)
+
+
+def _written(path: Path, text: str) -> Path:
+    """Return a file beside the path that holds the text, to be put in its place."""
     partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+    except OSError:  # a full disk, most likely: leave it what room there is
+        partial.unlink(missing_ok=True)
+        raise
+    return partial
 
 
 def _read_json(path: Path) -> dict[str, Any]:

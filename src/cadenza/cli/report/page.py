@@ -47,8 +47,12 @@ def write_report(runs: Sequence[Path], target: Path) -> Path:
     page = render(read_runs(runs))
     partial = target.with_name(f"{target.name}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
     return target
 
 
