@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 VENV_PYTHON := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format bench race docs clean
+.PHONY: help install train test lint format bench race docs dist lock clean
 
 help: ## list the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,16 @@ race: $(STAMP) ## Cadenza against its rivals on emulated links, under 15 minutes
 
 docs: $(STAMP) ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(STAMP) ## build wheel and sdist into dist/, twice: other bytes are an error
+	rm -rf dist build/again
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/hatchling build -d dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/hatchling build -d build/again
+	diff -r dist build/again
+	cd dist && sha256sum *
+
+lock: $(STAMP) ## pin in constraints.txt what .venv holds, and what that needs in turn
+	$(VENV_PYTHON) .ci/lock.py
 
 clean: ## remove what was built or cached, and .venv
 	rm -rf .venv .venv-race .venv-torch-* build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -131,4 +131,4 @@ def test_the_optimizer_is_found_where_torch_keeps_it() -> None:
 
 def test_the_package_is_typed_and_says_its_version() -> None:
     assert (Path(cadenza.__file__).parent / "py.typed").exists()
-    assert f'version = "{cadenza.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"version: {cadenza.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,8 +67,19 @@ def write_state(path: Path, state: Mapping[str, torch.Tensor | str], describe: C
     except (OSError, SafetensorError) as error:  # a full disk, most likely: leave it what room there is
         for unfinished in (_partial(path), _partial(_beside(path))):
             unfinished.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OSError(error.errno if isinstance(error, OSError) else None, reason, str(path)) from error
+        number = error.errno if isinstance(error, OSError) else _number_in(str(error))
+        reason = str(error) if number is None else os.strerror(number)
+        raise OSError(number, reason, str(path)) from error
+
+
+def _number_in(text: str) -> int | None:
+    """Return the system's number of an error that safetensors has put into words.
+
+    >>> _number_in("Error while serializing: I/O error: No space left on device (os error 28)")
+    28
+    """
+    found = re.search(r"os error (\d+)", text)
+    return None if found is None else int(found[1])
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,14 @@ from cadenza.cli.running import carry_out, emulated, import_task, make_run, owne
 from cadenza.cli.train import finish
 from cadenza.cli.watching import InterruptedRunError
 from cadenza.errors import UsageError
-from cadenza.training.config import Config
+from cadenza.training.config import Config, read_config
+from cadenza.training.strategies import STRATEGIES, keys_of, nearest
 
-__all__ = ["Contestant", "contestants", "keys_given", "race"]
+__all__ = ["Contestant", "contestants", "race"]
 
 _TUNED = "options.lr"  # what decides a race before it begins
+
+_STRATEGY = "strategy."
 
 
 @dataclass(frozen=True)
@@ -33,41 +36,37 @@ class Contestant:
     told: str
 
 
-def keys_given(path: Path | None, overrides: Mapping[str, Any]) -> set[str]:
-    """Return the dotted keys that a file or a flag has set: a recipe leaves them alone.
+def contestants(file: Path | None, overrides: Mapping[str, Any], names: Sequence[str]) -> dict[str, Contestant]:
+    """Return the configuration of each strategy: the same but for the strategy's keys, of which each takes its own.
 
-    >>> keys_given(None, {"options.lr": 0.1})
-    {'options.lr'}
-    """
-    tables = {} if path is None else tomllib.loads(path.read_text())
-    inside = {f"{key}.{name}" for key, value in tables.items() if isinstance(value, dict) for name in value}
-    return {*overrides, *inside}
+    A key that is given beside the file counts for all that take it. What the file says of a strategy is for the one
+    that it names. If there is a recipe for a strategy on this task, its values take the place of the defaults, not of
+    what was given.
 
-
-def contestants(config: Config, names: Sequence[str], given: Collection[str] = ()) -> dict[str, Contestant]:
-    """Return the configuration of each strategy: the given one, with what its recipe says of it.
-
-    A strategy takes those of the configuration's strategy keys that it knows. If there is a recipe for it on this task,
-    its values take the place of the defaults, not of what was `given`.
-
-    >>> found = contestants(Config(), ["ddp", "diloco", "slowmo"])
+    >>> found = contestants(None, {"strategy.period": 8}, ["ddp", "diloco"])
     >>> found["ddp"].config.strategy.arguments, found["diloco"].config.strategy.arguments["period"]
-    ({}, 16)
+    ({}, 8)
     >>> found["ddp"].told
     'ddp: options.lr = 0.01, from the recipe gpt-ddp'
     """
     names = [name.strip() for name in names]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"--compare names {', '.join(sorted(twice))} twice.")
-    return {name: _contestant(config.with_(**{"strategy.name": name}), given) for name in names}
+    keys = {name: keys_of(name) if name in STRATEGIES else () for name in names}
+    entered = {name: _contestant(file, _taken(overrides, keys[name]), name) for name in names}
+    known = sorted({key for allowed in keys.values() for key in allowed})
+    for key in overrides:
+        if key not in _taken(overrides, known) and key != "strategy.name":
+            hint = nearest(key.removeprefix(_STRATEGY), known)
+            raise UsageError(f"{key}: none of {', '.join(names)} takes this key.{hint}")
+    return entered
 
 
-def _contestant(config: Config, given: Collection[str]) -> Contestant:
-    name = config.strategy.name
+def _contestant(file: Path | None, overrides: Mapping[str, Any], name: str) -> Contestant:
+    config, given = read_config(file, {**overrides, "strategy.name": name}), _given(file, overrides, name)
     recipe = recipe_for(config.task, name)
     if recipe is not None:
-        values = {key: value for key, value in recipe.values.items() if key not in given}
-        config = config.with_(**values)
+        config = config.with_(**{key: value for key, value in recipe.values.items() if key not in given})
     if _TUNED in given:
         return Contestant(config, False, f"{name}: {_TUNED} = {config.options['lr']:g}, as given for all")
     if recipe is None:
@@ -75,19 +74,29 @@ def _contestant(config: Config, given: Collection[str]) -> Contestant:
     return Contestant(config, True, f"{name}: {_TUNED} = {config.options['lr']:g}, from the recipe {recipe.name}")
 
 
+def _given(file: Path | None, overrides: Mapping[str, Any], name: str) -> set[str]:
+    """Return the dotted keys that a file or a flag has set for a strategy: a recipe leaves them alone."""
+    tables = {} if file is None else tomllib.loads(file.read_text())
+    if tables.get("strategy", {}).get("name", Config().strategy.name) != name:
+        tables.pop("strategy", None)
+    inside = {f"{key}.{one}" for key, value in tables.items() if isinstance(value, dict) for one in value}
+    return {*overrides, *inside}
+
+
+def _taken(overrides: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the overrides without those keys of [strategy] that are not allowed."""
+    return {
+        key: value
+        for key, value in overrides.items()
+        if not key.startswith(_STRATEGY) or key.removeprefix(_STRATEGY).partition(".")[0] in allowed
+    }
+
+
 def race(
-    folder: Path,
-    config: Config,
-    names: Sequence[str],
-    console: Console,
-    *,
-    given: Collection[str] = (),
-    plain: bool,
-    link: str | None,
-    report: bool,
+    folder: Path, entered: Mapping[str, Contestant], console: Console, *, plain: bool, link: str | None, report: bool
 ) -> None:
     """Train by each of the strategies, into folders of their names, and compare what came of it."""
-    entered = contestants(config, names, given)
+    config = next(iter(entered.values())).config
     if config.launch.nnodes != "1":
         raise UsageError("--compare trains on one node.")
     for entry in entered.values():

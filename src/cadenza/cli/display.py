@@ -254,6 +254,7 @@ def _facts(progress: Progress) -> list[list[Text]]:
     if progress.evaluation is not None:
         step, loss = progress.evaluation
         reached.append(_fact("held-out loss ", loss_text(loss), f" at step {step}{_trend(progress.evaluated)}"))
+        reached += [_fact(f"{name} ", loss_text(value)) for name, value in progress.metrics.items()]
     if progress.checkpoint is not None:
         step, size = progress.checkpoint
         reached.append(_fact("checkpoint at step ", str(step), f" ({bytes_text(size)})"))
@@ -340,7 +341,9 @@ def _news(worker: int, line: dict[str, Any], progress: Progress) -> str:
             where = f" from step {line['step']}" if line["resumed"] else ""
             return f"worker {worker} of {line['workers']} started on {line['host']}{where}"
         case "evaluation":
-            return f"step {line['step']}/{progress.steps} · held-out loss {loss_text(line['loss'])}"
+            found = {"held-out loss": line["loss"], **line.get("metrics", {})}
+            told = " · ".join(f"{name} {loss_text(float(value))}" for name, value in found.items())
+            return f"step {line['step']}/{progress.steps} · {told}"
         case "checkpoint" if worker == progress.first:
             return f"step {line['step']}/{progress.steps} · checkpoint {line['path']} ({bytes_text(line['bytes'])})"
         case "event":

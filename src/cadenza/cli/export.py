@@ -26,9 +26,12 @@ def export(
     worker: Annotated[
         int | None, typer.Option(metavar="K", help="Take one worker's model, not the mean of all.")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the best averaged model, which checkpoint.keep_best has kept.")
+    ] = False,
 ) -> None:
     """Write a run's model for use elsewhere: in plain PyTorch, or by from_pretrained."""
     from cadenza.training.exporting import export_model
     from cadenza.training.runs import open_run
 
-    print(export_model(open_run(run), out, step=step, worker=worker))
+    print(export_model(open_run(run), out, step=step, worker=worker, best=best))

@@ -102,6 +102,7 @@ class Progress:
     rounds: int = 0
     evaluation: tuple[int, float] | None = None
     evaluated: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seen_step: int = 0
     checkpoint: tuple[int, int] | None = None
@@ -192,6 +193,7 @@ class Progress:
             case "evaluation":
                 self.evaluation = line["step"], float(line["loss"])
                 self.evaluated.append(float(line["loss"]))
+                self.metrics = {name: float(value) for name, value in line.get("metrics", {}).items()}
             case "checkpoint":
                 self.checkpoint = line["step"], line["bytes"]
 

@@ -46,6 +46,7 @@ def train(
     no_report: options.NoReport = False,
     strategy: options.StrategyName = None,
     period: options.Period = None,
+    levels: options.Levels = None,
     codec: options.Codec = None,
     outer_lr: options.OuterLr = None,
     delay: options.Delay = None,
@@ -83,15 +84,15 @@ def train(
         return
     if force or from_scratch:
         raise UsageError(f"--{'force' if force else 'from-scratch'} belongs to --resume RUN.")
+    if compare is not None and not print_config:
+        from cadenza.cli.comparing import contestants, race
+
+        entered = contestants(config, overrides, compare.split(","))
+        race(run or _default_folder("compare"), entered, console, plain=plain, link=link, report=not no_report)
+        return
     chosen = read_config(config, overrides)
     if print_config:
-        print(chosen.to_toml(), end="")
-    elif compare is not None:
-        from cadenza.cli.comparing import keys_given, race
-
-        folder, given = run or _default_folder("compare"), keys_given(config, overrides)
-        names = compare.split(",")
-        race(folder, chosen, names, console, given=given, plain=plain, link=link, report=not no_report)
+        _print(chosen)
     else:
         _begin(run, chosen, console, plain=plain, link=link, report=not no_report)
 
@@ -114,6 +115,12 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
                 raise UsageError(f"--set {setting}: the value is not TOML; texts are written 'like this'.") from None
             found[key.strip()] = text
     return found
+
+
+def _print(config: Config) -> None:
+    from cadenza.training.config_text import commented
+
+    print(commented(config), end="")
 
 
 def _refuse_together(**given: Any) -> None:
@@ -175,7 +182,7 @@ def _go_on(
     before = run.config()
     config = before.with_(**overrides) if overrides else before
     if show:
-        print(config.to_toml(), end="")
+        _print(config)
         return
     if config.task != before.task and not insists.other_task:
         raise UsageError(

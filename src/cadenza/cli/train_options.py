@@ -25,6 +25,7 @@ CONFIG_KEYS = {
     "seed": "seed",
     "strategy": "strategy.name",
     "period": "strategy.period",
+    "levels": "strategy.levels",
     "codec": "strategy.codec",
     "outer_lr": "strategy.outer_lr",
     "delay": "strategy.delay",
@@ -51,6 +52,8 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     period = given.get("strategy.period")
     if isinstance(period, str) and period != "auto":
         given["strategy.period"] = _steps(period)
+    if "strategy.levels" in given:
+        given["strategy.levels"] = _groups_by_period(given["strategy.levels"])
     return given if flags.get("log") is None else given | _logs(flags["log"])
 
 
@@ -59,6 +62,24 @@ def _steps(text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f'--period is a whole number of steps, or auto; got "{text}".') from None
+
+
+def _groups_by_period(text: str) -> dict[str, int | str]:
+    """Return the levels that a text describes.
+
+    >>> _groups_by_period("4=2,16=all")
+    {'4': 2, '16': 'all'}
+    """
+    levels: dict[str, int | str] = {}
+    for part in text.split(","):
+        period, _, groups = (word.strip() for word in part.partition("="))
+        if not period.isdecimal() or not (groups in ("host", "all") or groups.isdecimal()) or period in levels:
+            raise UsageError(
+                f'--levels is PERIOD=GROUPS for each level, from the innermost, such as 4=host,32=all; got "{text}". '
+                "Groups are a number of workers, host or all."
+            )
+        levels[period] = int(groups) if groups.isdecimal() else groups
+    return levels
 
 
 def _logs(names: str) -> dict[str, bool]:
@@ -144,6 +165,14 @@ StrategyName: TypeAlias = Annotated[
 Period: TypeAlias = Annotated[
     str | None,
     _option("Steps from one round to the next; auto: as few as the link allows.", STRATEGY, metavar="STEPS"),
+]
+Levels: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "hierarchical: which groups meet after how many steps, the innermost first, such as 4=2,16=all.",
+        STRATEGY,
+        metavar="STEPS=GROUPS,…",
+    ),
 ]
 Codec: TypeAlias = Annotated[
     str | None,

@@ -17,7 +17,7 @@ from types import FrameType
 import psutil  # type: ignore[import-untyped]
 
 from cadenza.cli.display import Display
-from cadenza.cli.exit_codes import BAD_INPUT
+from cadenza.cli.exit_codes import BAD_INPUT, FULL_DISK
 from cadenza.cli.failures import TrainingFailedError, last_lines
 from cadenza.cli.following import Follower, Progress
 from cadenza.cli.launching import Crash, Workers
@@ -155,14 +155,17 @@ def _fail(workers: Workers, progress: Progress, logs: Path) -> None:
     log = _last_log(logs, first.worker)
     if first.exitcode == BAD_INPUT:
         raise UsageError(reason or _without_prefix(last_lines(log, 1)))
-    if first.exitcode < 0:
+    if first.exitcode == FULL_DISK and reason is None:
+        reason = f"there is no room left on the disk of {logs.parents[1]}."
+    if first.exitcode < 0 and (reason is None or first.exitcode != -signal.SIGTERM):  # by which the launcher ends them
         name = signal.Signals(-first.exitcode).name
         hint = " (often the kernel's, for want of memory)" if name == "SIGKILL" else ""
         reason = f"It was ended by {name}{hint}."
     tail = last_lines(log)
     shown = f"\n\nThe end of {log}:\n{tail}" if tail and _is_traceback(tail) else f" Its log is {log}."
     code = f" (exit code {first.exitcode})" if first.exitcode > 0 else ""
-    raise TrainingFailedError(f"Worker {first.worker} failed{code}: {reason or 'it said nothing.'}{shown}")
+    reason = f"{(reason or 'it said nothing').rstrip('.')}."
+    raise TrainingFailedError(f"Worker {first.worker} failed{code}: {reason}{shown}")
 
 
 def _last_log(logs: Path, worker: int) -> Path:
@@ -179,6 +182,7 @@ def _first(crashes: list[Crash], progress: Progress) -> Crash | None:
     codes = {crash.worker: crash.exitcode for crash in crashes}
     if by_signal:
         return by_signal[0]
+    crashes = sorted(crashes, key=lambda crash: crash.exitcode < 0)  # those that only followed were asked to end
     if failed:
         return Crash(failed[0].worker, codes.get(failed[0].worker, 1))
     return crashes[0] if crashes else None

@@ -5,7 +5,7 @@
 
 The first goes on with a run whose folder is there; the second makes the folder if it is not. It ends with 0 when the
 run has finished or was interrupted, with 2 after bad input, with 3 if all workers that are there are new and must
-begin together, with 1 after any other error.
+begin together, with 4 if there is no room left on the disk, with 1 after any other error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from cadenza.cli.exit_codes import BAD_INPUT, FAILED, NOBODY_LEFT
+from cadenza.cli.exit_codes import BAD_INPUT, FAILED, FULL_DISK, NOBODY_LEFT
 from cadenza.cli.parent_death import end_with_parent
 from cadenza.errors import (
     CadenzaError,
@@ -30,7 +31,7 @@ from cadenza.errors import (
 )
 from cadenza.training.config import Config, read_config
 from cadenza.training.loop import run_worker
-from cadenza.training.metrics import FULL_DISK
+from cadenza.training.metrics import NO_ROOM
 from cadenza.training.runs import Run, create, open_run
 
 __all__ = ["main"]
@@ -55,16 +56,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NobodyLeftError as error:
         print(f"cadenza: {error}", file=sys.stderr)
         return NOBODY_LEFT
-    except CadenzaError as error:
-        print(f"cadenza: {error}", file=sys.stderr)
-        return FAILED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in FULL_DISK:
-            print(f"cadenza: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        return FAILED
+        full = _is_of_a_full_disk(error)
+        with suppress(OSError):  # where the log is on that disk
+            if full or isinstance(error, CadenzaError):
+                print(f"cadenza: {error}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc()
+        return FULL_DISK if full else FAILED
     return 0
+
+
+def _is_of_a_full_disk(error: BaseException | None) -> bool:
+    """Say whether an error, or what it came from, is that there was no room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _train_by(config: Config, folder: Path) -> None:
@@ -102,8 +111,9 @@ def _is_being_made(run: Run) -> bool:
 if __name__ == "__main__":
     end_with_parent()
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if code:
         os._exit(code)  # without waiting for threads that wait for workers that are no more
     sys.exit(0)

@@ -1,9 +1,10 @@
-"""The codecs' kernels as machine code, from native.c, where there is a C compiler.
+"""The codecs' kernels as machine code, from native.c: a wheel brings them, or a C compiler makes them.
 
-The first use on a machine compiles it, in a fraction of a second, for the processor at hand, and keeps it in the user's
-cache (``$XDG_CACHE_HOME/cadenza``, ``~/.cache/cadenza``). Without a compiler, or with ``CADENZA_NATIVE=0``, the
-codecs work in torch's operations: the same format, several times the processor's time. They run on one thread, which
-is quicker than the links they are for, and leave Python's lock to others meanwhile.
+If the installed package has none for the processor at hand, the first use on a machine compiles them for it, in a
+fraction of a second, and keeps them in the user's cache (``$XDG_CACHE_HOME/cadenza``, ``~/.cache/cadenza``). Without a
+compiler, or with ``CADENZA_NATIVE=0``, the codecs work in torch's operations: the same format, several times the
+processor's time. They run on one thread, which is quicker than the links they are for, and leave Python's lock to
+others meanwhile.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from cadenza.codecs.native_targets import FLAGS, TARGETS, file_name
 from cadenza.common.later import torch
 
-__all__ = ["NativeKernels", "compiler", "kernels"]
+__all__ = ["NativeKernels", "compiler", "kernels", "packaged"]
 
 _SOURCE = Path(__file__).with_name("native.c")
-# Rounding must be the same on every machine: no multiply-add, where torch's operations have none.
-_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 _TIMEOUT_S = 60
 _PLACE, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
@@ -111,27 +111,59 @@ class NativeKernels:
 
 @cache
 def kernels() -> NativeKernels | None:
-    """Return the compiled kernels, or None if there is no way to have them.
+    """Return the kernels, ready-made or compiled, or None if there is no way to have them.
 
-    >>> (kernels() is None) == (compiler() is None)
+    >>> found = kernels()
+    >>> found is not None or compiler() is None
     True
     """
-    command = compiler()
-    if command is None:
-        return None
-    try:
-        return NativeKernels(_load(command))
-    except (OSError, subprocess.SubprocessError) as error:
-        _logger.info("The codecs run without machine code: %s", _reason(error))
-        return None
+    library = None if _unwanted() else _ready_made() or _compiled()
+    return None if library is None else NativeKernels(library)
 
 
 def compiler() -> str | None:
     """Return the C compiler that would be used: ``$CC``, or the first of cc, gcc and clang; None if none is wanted."""
-    if os.environ.get("CADENZA_NATIVE") == "0":
+    if _unwanted():
         return None
     found = (shutil.which(name) for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
     return next(filter(None, found), None)
+
+
+def _unwanted() -> bool:
+    return os.environ.get("CADENZA_NATIVE") == "0"
+
+
+def packaged() -> Path | None:
+    """Return the best of the kernels that the wheel has brought for this processor; None if it has brought none.
+
+    >>> found = packaged()
+    >>> found is None or found.exists()
+    True
+    """
+    targets = TARGETS.get(platform.machine(), {})
+    files = {_SOURCE.with_name(file_name(target)): needed for target, needed in targets.items()}
+    known = set(_processor().split())
+    return next((file for file, needed in files.items() if file.exists() and needed <= known), None)
+
+
+def _ready_made() -> ctypes.CDLL | None:
+    library = packaged()
+    try:
+        return None if library is None else ctypes.CDLL(str(library))
+    except OSError as error:  # of another C library than this system's
+        _logger.info("%s cannot be used here: %s", library, error)
+        return None
+
+
+def _compiled() -> ctypes.CDLL | None:
+    command = compiler()
+    if command is None:
+        return None
+    try:
+        return _load(command)
+    except (OSError, subprocess.SubprocessError) as error:
+        _logger.info("The codecs run without machine code: %s", _reason(error))
+        return None
 
 
 def _load(command: str) -> ctypes.CDLL:
@@ -162,7 +194,7 @@ def _compile(command: str, folder: Path, key: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place) / "kernels.so"
         for target in (["-march=native"], []):  # not every compiler knows the processor
-            argv = [command, *_FLAGS, *target, str(_SOURCE), "-o", str(made), "-lm"]
+            argv = [command, *FLAGS, *target, str(_SOURCE), "-o", str(made), "-lm"]
             done = subprocess.run(argv, capture_output=True, timeout=_TIMEOUT_S, check=False)
             if done.returncode == 0:
                 break
@@ -184,7 +216,7 @@ def _cache() -> Path | None:
 
 def _key(command: str) -> str:
     """Return a name for what is compiled, by what, and for which processor: homes are shared among machines."""
-    facts = [_SOURCE.read_text(), *_FLAGS, command, platform.machine(), _processor()]
+    facts = [_SOURCE.read_text(), *FLAGS, command, platform.machine(), _processor()]
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
 
 

@@ -4,6 +4,6 @@ It needs `pip install 'cadenza[cli]'`; `import cadenza` does not load it.
 """
 
 from cadenza.training.config import Config, Settings, read_config
-from cadenza.training.task import Task
+from cadenza.training.task import Moment, Task
 
-__all__ = ["Config", "Settings", "Task", "read_config"]
+__all__ = ["Config", "Moment", "Settings", "Task", "read_config"]

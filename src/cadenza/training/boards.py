@@ -24,7 +24,7 @@ class Board(Protocol):
         """Draw a round's figures."""
         ...
 
-    def draw(self, step: int, **figures: float) -> None:
+    def draw(self, step: int, figures: Mapping[str, float]) -> None:
         """Add a point to each curve."""
         ...
 
@@ -43,7 +43,7 @@ class TensorBoardBoard:
         self._writer = SummaryWriter(str(run.tensorboard), purge_step=step + 1)
         self.observe_round = observers.tensorboard(self._writer)
 
-    def draw(self, step: int, **figures: float) -> None:
+    def draw(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
@@ -67,10 +67,9 @@ class WandbBoard:
             config=run.config().model_dump(mode="json"),
         )
         self.observe_round = observers.wandb(self._run)
-        for name in ("loss", "lr", "held_out"):
-            self._run.define_metric(name, step_metric="cadenza/step")
+        self._run.define_metric("*", step_metric="cadenza/step")
 
-    def draw(self, step: int, **figures: float) -> None:
+    def draw(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({"cadenza/step": step, **figures}, step=max(step, self._run.step))
 
     def close(self) -> None:
@@ -93,8 +92,8 @@ class MLflowBoard:
         if not step:
             mlflow.log_params(dict(_flat(run.config().model_dump(mode="json"))))
 
-    def draw(self, step: int, **figures: float) -> None:
-        self._package.log_metrics(figures, step=step, run_id=self._run.info.run_id)
+    def draw(self, step: int, figures: Mapping[str, float]) -> None:
+        self._package.log_metrics(dict(figures), step=step, run_id=self._run.info.run_id)
 
     def close(self) -> None:
         self._package.end_run()

@@ -28,7 +28,7 @@ from cadenza.faults import FaultPolicy, raise_error, shrink, skip_round
 from cadenza.participants.addresses import parse_address
 from cadenza.strategy import Strategy
 from cadenza.training.config_errors import explain
-from cadenza.training.strategies import build_strategy, defaults_of, keys_of
+from cadenza.training.strategies import build_strategy, defaults_of
 
 __all__ = [
     "CheckpointSettings",
@@ -83,7 +83,7 @@ class StrategySettings(Settings):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = Field(default="diloco", description="ddp, or one of Cadenza's presets.")
+    name: str = Field(default="diloco", description="ddp, or one of Cadenza's presets, such as diloco.")
     codec: str = Field(default="", description='How differences are written, such as "int8"; "": as the preset does.')
 
     @model_validator(mode="after")
@@ -214,6 +214,10 @@ class CheckpointSettings(Settings):
 
     every: _Count = Field(default=500, description="Steps between checkpoints; 0: only at the end.")
     keep: _Number = Field(default=3, description="How many whole checkpoints are kept.")
+    keep_best: str = Field(
+        default="",
+        description='The metric by which the best averaged model is kept, such as "loss"; "": none is.',
+    )
 
 
 class LogSettings(Settings):
@@ -235,10 +239,13 @@ class Config(Settings):
     5
     """
 
-    task: str = Field(default="cadenza.training.standard_library_gpt:build", description='"package.module:function".')
+    task: str = Field(
+        default="cadenza.training.standard_library_gpt:build",
+        description='What is trained: "package.module:function", which returns a Task.',
+    )
     steps: _Number = Field(default=2000, description="Optimizer steps of each worker.")
     seed: int = Field(default=1, ge=0, lt=2**31, description="What random numbers begin with.")
-    options: dict[str, Any] = Field(default_factory=dict, description="What the task makes of it.")
+    options: dict[str, Any] = Field(default_factory=dict, description="The task's own settings.")
     strategy: StrategySettings = Field(default_factory=lambda: StrategySettings(**DEFAULT_STRATEGY))
     launch: LaunchSettings = Field(default_factory=LaunchSettings)
     faults: FaultSettings = Field(default_factory=FaultSettings)
@@ -306,11 +313,11 @@ def read_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
 
     Args:
         path: The file; None for the defaults.
-        overrides: Values by dotted keys, such as {"strategy.period": 32}. Another `strategy.name` leaves behind those
-            keys of the file's (or the default) strategy that it does not take.
+        overrides: Values by dotted keys, such as {"strategy.period": 32}. Another `strategy.name` than the file's (or
+            the default one) has its own values for all keys that are not given beside it.
 
-    >>> read_config(None, {"strategy.name": "local_sgd"}).strategy.complete()
-    {'name': 'local_sgd', 'codec': 'int8', 'period': 16}
+    >>> read_config(None, {"strategy.name": "slowmo", "strategy.beta": 0.5}).strategy.complete()
+    {'name': 'slowmo', 'codec': '', 'period': 12, 'alpha': 1.0, 'beta': 0.5}
     """
     return _checked({} if path is None else _read(Path(path)), overrides or {}, source=path)
 
@@ -351,18 +358,10 @@ def _checked(given: Mapping[str, Any], overrides: Mapping[str, Any], *, source: 
     name = overrides.get("strategy.name")
     if any(key.startswith("strategy.") for key in overrides):
         base = table.get("strategy", DEFAULT_STRATEGY)
-        table["strategy"] = base if name in (None, base.get("name", "diloco")) else _left_of(base, name)
+        table["strategy"] = base if name in (None, base.get("name", "diloco")) else {}
     for key, value in overrides.items():
         _put(table, key, value)
     return check_settings(Config, table)
-
-
-def _left_of(strategy: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return what another strategy can take over of one's keys."""
-    try:
-        return {key: value for key, value in strategy.items() if key in keys_of(name)}
-    except KeyError:  # there is no such strategy, which is said when the whole is checked
-        return {}
 
 
 def _put(table: dict[str, Any], dotted: str, value: Any) -> None:

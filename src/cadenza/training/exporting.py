@@ -19,7 +19,9 @@ __all__ = ["export_model"]
 _FILE = ".safetensors"
 
 
-def export_model(run: Run, target: Path, *, step: int | None = None, worker: int | None = None) -> Path:
+def export_model(
+    run: Run, target: Path, *, step: int | None = None, worker: int | None = None, best: bool = False
+) -> Path:
     """Write a run's model, and return where: a safetensors file, or a folder in the layout of Hugging Face.
 
     Args:
@@ -28,10 +30,16 @@ def export_model(run: Run, target: Path, *, step: int | None = None, worker: int
             own `save_pretrained` is called.
         step: The checkpoint to take; without one the final model, or the newest checkpoint if a worker is asked for.
         worker: Whose model; without one the mean of all.
+        best: Whether to take the model that `checkpoint.keep_best` has kept.
     """
+    if best and (step is not None or worker is not None):
+        raise UsageError("--best is the average of the best step: --step and --worker do not go with it.")
     if target.exists() and (not target.is_dir() or target.suffix == _FILE or any(target.iterdir())):
         raise UsageError(f"{target} is there already: give another name, or take it away first.")
-    tensors = _final_model(run) if step is None and worker is None else _from_checkpoint(run, step, worker)
+    if best:
+        tensors = _best_model(run)
+    else:
+        tensors = _final_model(run) if step is None and worker is None else _from_checkpoint(run, step, worker)
     if target.suffix == _FILE:
         _write_file(target, tensors)
     else:
@@ -57,14 +65,27 @@ def _from_checkpoint(run: Run, step: int | None, worker: int | None) -> dict[str
 
 
 def _final_model(run: Run) -> dict[str, torch.Tensor]:
-    """Return the tensors of the trained model; tied ones, of which the file holds one name, under all their names."""
-    from safetensors import safe_open
-
     if not run.model_file.is_file():
         steps = _steps(run)
         mend = f"Give one of its checkpoints: --step {steps[-1]}" if steps else "It has no checkpoint either"
         raise UsageError(f"{run.folder} has not finished, so it has no final model. {mend}.")
-    with safe_open(str(run.model_file), framework="pt", device="cpu") as file:
+    return _read(run.model_file)
+
+
+def _best_model(run: Run) -> dict[str, torch.Tensor]:
+    if not run.best_model.is_file():
+        raise UsageError(
+            f"{run.folder} has kept no best model: train with --set checkpoint.keep_best=loss, or another metric of "
+            "the task's evaluate()."
+        )
+    return _read(run.best_model)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model; tied ones, of which the file holds one name, under all their names."""
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         also = file.metadata() or {}
     return tensors | {name: tensors[kept].clone() for name, kept in also.items() if kept in tensors}

@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from cadenza.training.config import Config
 from cadenza.training.connections import DirectConnection
 from cadenza.training.crew import Decision, describe_error
 from cadenza.training.exit_records import NO_RECORD, LastRecord
-from cadenza.training.held_out_shares import Evaluation, Shares
+from cadenza.training.held_out_shares import Evaluation, Share, Shares, means
 from cadenza.training.runs import Run
 
 __all__ = ["FixedCrew", "fixed_crew"]
@@ -76,7 +78,7 @@ class FixedCrew:
         dist.barrier()
 
     def shares(self, source: str) -> Shares:
-        return _SummedShares(self.worker, source)
+        return _GatheredShares(self.worker, source)
 
     def add_up(self, figures: Sequence[float], *, workers: int) -> list[float]:
         return _sum_over_workers(figures)
@@ -95,20 +97,22 @@ class FixedCrew:
         return text if first == me else f"Stopped, because worker {first} failed. ({text})"
 
 
-class _SummedShares:
-    """Adds the shares of a held-out loss by an all-reduce: all workers measure at the same step, and all know it."""
+class _GatheredShares:
+    """Gathers the shares of held-out metrics: all workers measure at the same step, and all know what came of it."""
 
     def __init__(self, worker: int, source: str) -> None:
         self._worker, self._source = worker, source
         self._found: list[Evaluation] = []
 
-    def post(self, step: int, members: tuple[int, ...], total: float, count: float) -> None:
-        total, count = _sum_over_workers([total, count])
-        if count <= 0:
+    def post(self, step: int, members: tuple[int, ...], share: Share) -> None:
+        shares: list[Share] = _gather(share)
+        metrics = means(shares)
+        if "loss" not in metrics:
+            count = sum(one["loss"][1] for one in shares)
             raise UsageError(
                 f"{self._source} has evaluated nothing: the counts of all {len(members)} workers add up to {count:g}."
             )
-        self._found.append(Evaluation(step, total / count, write=self._worker == min(members)))
+        self._found.append(Evaluation(step, metrics, write=self._worker == min(members)))
 
     def collect(self, *, wait: bool = False) -> list[Evaluation]:
         found, self._found = self._found, []
@@ -120,6 +124,19 @@ def _sum_over_workers(figures: Sequence[float]) -> list[float]:
     dist.all_reduce(total)
     summed: list[float] = total.tolist()
     return summed
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all workers, which JSON can hold: nothing that comes over a network is unpickled."""
+    device = control_device(resolve(None))
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    longest = torch.tensor(len(text), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    mine = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device=device)
+    mine[: len(text)] = text
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [json.loads(bytes(one.tolist())) for one in found]
 
 
 def _host_key(worker: int) -> str:

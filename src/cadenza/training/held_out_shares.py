@@ -1,47 +1,64 @@
-"""Putting a held-out loss together of what each worker has measured on its share of the data.
+"""Putting held-out metrics together of what each worker has measured on its share of the data.
 
 Fixed workers add their shares in a collective. Elastic workers post them to the store, and one adds them up. There
 nobody waits: while shares are missing, training goes on, and a share that does not come is left out of the mean.
 
 >>> from cadenza.training.connections import DirectConnection
 >>> shares = StoreShares(DirectConnection(dist.HashStore()), worker=0, patience_s=10.0)
->>> shares.post(100, (0,), 24.0, 8.0)
+>>> shares.post(100, (0,), {"loss": (24.0, 8.0), "accuracy": (6.0, 8.0)})
 >>> shares.collect(wait=True)
-[Evaluation(step=100, loss=3.0, write=True)]
+[Evaluation(step=100, metrics={'loss': 3.0, 'accuracy': 0.75}, write=True)]
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
 from cadenza.training.connections import Connection
 
-__all__ = ["Evaluation", "Shares", "StoreShares"]
+__all__ = ["Evaluation", "Share", "Shares", "StoreShares", "means"]
 
 _LOOK_S = 0.5
+
+Share: TypeAlias = Mapping[str, tuple[float, float]]  # of each metric a sum, and over how many it is one
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out loss at a step; `write` on the one worker that writes it down for all."""
+    """The held-out metrics at a step, one of them "loss"; `write` on the one worker that writes them down for all."""
 
     step: int
-    loss: float
+    metrics: Mapping[str, float]
     write: bool
+
+
+def means(shares: Iterable[Share]) -> dict[str, float]:
+    """Return each metric's mean over the shares of all workers; one that nobody has measured is not in it.
+
+    >>> means([{"loss": (6.0, 2.0)}, {"loss": (2.0, 2.0), "accuracy": (0.0, 0.0)}])
+    {'loss': 2.0}
+    """
+    totals: dict[str, tuple[float, float]] = {}
+    for share in shares:
+        for name, (total, count) in share.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = before[0] + total, before[1] + count
+    return {name: total / count for name, (total, count) in totals.items() if count > 0}
 
 
 class Shares(Protocol):
     """Puts together what the workers have measured."""
 
-    def post(self, step: int, members: tuple[int, ...], total: float, count: float) -> None:
-        """Add this worker's share: the sum of `count` losses. All members of the last round post one."""
+    def post(self, step: int, members: tuple[int, ...], share: Share) -> None:
+        """Add this worker's share. All members of the last round post one."""
 
     def collect(self, *, wait: bool = False) -> list[Evaluation]:
         """Return the evaluations that have come to be known since the last call; `wait` for those that are pending."""
@@ -68,9 +85,9 @@ class StoreShares:
         self._pending: list[_Pending] = []
         self._looked = 0.0
 
-    def post(self, step: int, members: tuple[int, ...], total: float, count: float) -> None:
+    def post(self, step: int, members: tuple[int, ...], share: Share) -> None:
         """Make this worker's share known to the first of the members."""
-        text = json.dumps([self._worker, total, count])
+        text = json.dumps([self._worker, share])
         with suppress(StoreLostError):
             self._connection.call(lambda store: _append(store, _key(step), text))
             if self._worker == min(members):
@@ -86,7 +103,8 @@ class StoreShares:
                 if shares.keys() >= set(pending.members) or self._looked > pending.deadline:
                     self._pending.remove(pending)
                     self._forget(pending)
-                    found += _mean(pending.step, shares)
+                    if "loss" in (metrics := means(shares.values())):
+                        found.append(Evaluation(pending.step, metrics, write=True))
             if self._pending and wait:
                 time.sleep(0.02)
             elif not wait:
@@ -97,28 +115,23 @@ class StoreShares:
         with suppress(StoreLostError):
             self._connection.call(lambda store: store.delete_key(_key(pending.step)))
 
-    def _shares(self, pending: _Pending) -> dict[int, tuple[float, float]]:
+    def _shares(self, pending: _Pending) -> dict[int, Share]:
         try:
             return self._connection.call(lambda store: _read(store, pending))
         except StoreLostError:
             return {}
 
 
-def _mean(step: int, shares: dict[int, tuple[float, float]]) -> list[Evaluation]:
-    total, count = (sum(share[i] for share in shares.values()) for i in (0, 1))
-    return [Evaluation(step, total / count, write=True)] if count > 0 else []
-
-
-def _read(store: dist.Store, pending: _Pending) -> dict[int, tuple[float, float]]:
+def _read(store: dist.Store, pending: _Pending) -> dict[int, Share]:
     key = _key(pending.step)
     if not store.check([key]):
         return {}
-    shares = {}
+    shares: dict[int, Share] = {}
     for line in bytes(store.get(key)).splitlines():
-        with suppress(ValueError, TypeError):  # of somebody else
-            worker, total, count = json.loads(line)
+        with suppress(ValueError, TypeError, AttributeError):  # of somebody else
+            worker, share = json.loads(line)
             if worker in pending.members:
-                shares[int(worker)] = (float(total), float(count))
+                shares[worker] = {name: (float(total), float(count)) for name, (total, count) in share.items()}
     return shares
 
 

@@ -85,6 +85,8 @@ class Job:
             )
         for scheduler, state in zip(now, then, strict=True):
             scheduler.load_state_dict(state)
+        if self.task.scaler is not None and extra.get("scaler"):
+            self.task.scaler.load_state_dict(extra["scaler"])
         self.stream.load_state_dict(extra["data"], own=extra["place"] == [self.worker, self.workers])
 
     def _rehearse(self) -> None:
@@ -94,7 +96,7 @@ class Job:
         """
         batch = next(iter(self.task.batches(self.worker, self.workers)))
         self.model.train()
-        self.task.loss(self.model, to_device(batch, self.device)).backward()
+        self.task.loss_alone(self.model, to_device(batch, self.device)).backward()
 
     def _build_task(self) -> Task:
         """Build the task: the same model on every worker, then random numbers of its own."""
@@ -110,6 +112,7 @@ class Job:
         return {
             "place": [self.worker, self.workers],
             "schedulers": [scheduler.state_dict() for scheduler in self.task.schedulers],
+            "scaler": {} if self.task.scaler is None else self.task.scaler.state_dict(),
             "data": self.stream.state_dict(),
         }
 

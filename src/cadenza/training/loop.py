@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, UsageError
+from cadenza.training.best_model import BestModel
 from cadenza.training.boards import open_boards
 from cadenza.training.checkpoints import Checkpoints
 from cadenza.training.config import Config
 from cadenza.training.crew import Crew
 from cadenza.training.elastic_crew import elastic_crew
-from cadenza.training.evaluation import HeldOutLoss
+from cadenza.training.evaluation import HeldOut
 from cadenza.training.exit_records import NO_RECORD
 from cadenza.training.fixed_crew import fixed_crew
 from cadenza.training.job import Job
@@ -29,9 +31,10 @@ from cadenza.training.metrics import MetricsWriter
 from cadenza.training.randomness import seed_everything, seed_of
 from cadenza.training.recording import LogEvents, Recorder, summary, write_start
 from cadenza.training.runs import Run, open_run, write_model
-from cadenza.training.stepping import Stepper, is_due
+from cadenza.training.stepping import Stepper, is_due, step_schedules
 from cadenza.training.stop_agreement import StopAgreement
 from cadenza.training.stopping import Stopper
+from cadenza.training.task import Moment
 
 __all__ = ["run_worker"]
 
@@ -75,6 +78,10 @@ def run_worker(folder: str | Path) -> str:
             raise
 
 
+def _log(recorder: Recorder, step: int, /, **values: float) -> None:
+    recorder.values(step, {name: float(value) for name, value in values.items()})
+
+
 def _crew_of(config: Config) -> AbstractContextManager[Crew]:
     return elastic_crew(config) if config.faults.tolerant else fixed_crew(config)
 
@@ -93,7 +100,8 @@ class _Loop:
         self.stepper = Stepper(job, recorder)
         self.checkpoints = Checkpoints(run, job, crew)
         source = f"evaluate(model, worker, workers) of the task {self.config.task}"
-        self.held_out = HeldOutLoss(job, crew.shares(source), source=source)
+        self.best = self._best_model()
+        self.held_out = HeldOut(job, crew.shares(source), source=source, best=self.best)
         agreement = StopAgreement(
             crew.connect(), crew.connection, expected=self._present, all_must_answer=not self.config.faults.tolerant
         )
@@ -125,12 +133,26 @@ class _Loop:
             self.crew.gather()  # from here on all are watching: none can begin a step while another does not watch yet
             self._write_start(joined)
             self.job.model.train()
+            self._tell("start", self.sync.clock, {})
             finished = self._take_steps()
             if finished or self._is_where_others_stop():
                 self._save()
             return self._finish() if finished else self._interrupt()
 
+    def _tell(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Tell the task's callbacks that something has happened."""
+        job = self.job
+        for callback in self.task.callbacks:
+            log = partial(_log, self.recorder, step)
+            callback(Moment(kind, step, job.worker, job.workers, self.task.model, figures, log))
+
     # ---- the beginning ---------------------------------------------------------------------------------------------
+
+    def _best_model(self) -> BestModel | None:
+        metric = self.config.checkpoint.keep_best
+        if metric and self.task.evaluate is None:
+            raise UsageError(f'checkpoint.keep_best = "{metric}": the task {self.config.task} has no evaluate().')
+        return BestModel(self.run, metric, self.task.higher_is_better, warn=_logger.warning) if metric else None
 
     def _restore(self) -> None:
         """Go on from the checkpoint on which all that start together agree, if there is one."""
@@ -146,7 +168,7 @@ class _Loop:
         """Bring to the others' step what does not come from them: optimizer, schedules, place in the data."""
         step = self.checkpoints.take_up_own()
         seed_everything(seed_of(self.config.seed, "worker", self.job.worker, self.sync.clock))
-        for _ in range(self.sync.clock - step):
+        for _ in range((self.sync.clock - step) * self.task.accumulate):
             next(self.job.stream)
         self._step_schedules(self.sync.clock - step)
 
@@ -156,6 +178,8 @@ class _Loop:
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
+            if self.best is not None and not self.sync.clock:
+                self.best.forget()
         step = self.sync.clock
         warn = partial(self.recorder.event, step, level="warning")
         self.recorder.boards = open_boards(self.run, step, warn)
@@ -176,8 +200,9 @@ class _Loop:
             step = self.sync.clock + 1
             if not self.stopper.may_begin(step):
                 return False
-            self.stepper.take(step)
+            figures = self.stepper.take(step)
             self._step_schedules(self.sync.clock - step)
+            self._tell("step", self.sync.clock, figures)
             if is_due(self.sync.clock, self.config.evaluate.every) and self.sync.clock < self.config.steps:
                 self.held_out.measure()
             self._write_news()
@@ -189,14 +214,13 @@ class _Loop:
         """Step the learning rate's schedules for steps that the others took without this worker."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's, if no optimizer step came before
-            for _ in range(steps):
-                for scheduler in self.task.schedulers:
-                    scheduler.step()
+            step_schedules(self.job, steps)
 
     def _write_news(self, *, wait: bool = False) -> None:
         """Write down what has come to be known: losses of evaluations, and what was logged."""
         for found in self.held_out.collect(wait=wait):
-            self.recorder.evaluation(found.step, found.loss, write=found.write)
+            self.recorder.evaluation(found)
+            self._tell("evaluation", found.step, found.metrics)
         self.log.write(self.recorder, self.sync.clock)
 
     def _save(self) -> None:
@@ -214,6 +238,7 @@ class _Loop:
         self.failed_saves = 0
         path = str(self.run.checkpoint(step).relative_to(self.run.folder))
         self.recorder.writer.write("checkpoint", step, path=path, bytes=size)
+        self._tell("checkpoint", step, {"bytes": size})
 
     def _survive(self, step: int, error: OSError) -> None:
         """Tell of a checkpoint that could not be written; fixed workers, which could not go on from it, stop at two."""
@@ -232,7 +257,8 @@ class _Loop:
         self._write_news(wait=first)
         writes = first or self.crew.takes_over(self.run.summary_file.exists)
         if writes:
-            write_model(self.run, self.task.model)
+            write_model(self.run.model_file, self.task.model)
+        self._tell("end", self.sync.clock, {})
         return self._end("finished", writes=writes)
 
     def _is_where_others_stop(self) -> bool:

@@ -31,11 +31,11 @@ from typing import Any, BinaryIO, Self, TypeAlias
 
 from cadenza.training.metric_lines import is_readable
 
-__all__ = ["FULL_DISK", "Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
+__all__ = ["NO_ROOM", "Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
 
 Line: TypeAlias = dict[str, Any]
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FLUSH_S = 0.25  # how long lines of steps may wait for others before they are written
 
 
@@ -99,7 +99,7 @@ class MetricsWriter:
             while self._rest:
                 self._rest = self._rest[self._file.write(self._rest) :]
         except OSError as error:
-            if error.errno not in FULL_DISK:
+            if error.errno not in NO_ROOM:
                 raise
         self._flushed = self.stopwatch.elapsed
 

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from cadenza import RoundReport, observers
 from cadenza.training.boards import Board
 from cadenza.training.exit_records import LastRecord
+from cadenza.training.held_out_shares import Evaluation
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter, Stopwatch
 
@@ -42,6 +44,7 @@ class Recorder:
         self.rounds = 0
         self.failed_rounds = 0
         self.held_out: float | None = None
+        self.metrics: dict[str, float] = {}
         self.losses: deque[float] = deque(maxlen=max(1, recent))
         self._carried = 0.0  # seconds of training before a resume
         self._marks: dict[int, float] = {}  # when the last steps ended
@@ -90,8 +93,17 @@ class Recorder:
             stall_s=round(report.stall_s, 6),
         )
 
-    def step(self, step: int, *, loss: float, samples: int, lr: float, next_sync: int | None) -> None:
-        """Write down a step."""
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        samples: int,
+        lr: float,
+        next_sync: int | None,
+        values: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write down a step, and what the task logs with it."""
         self.last_step = step
         self.samples += samples
         self.losses.append(loss)
@@ -104,22 +116,31 @@ class Recorder:
             stall_s=round(self.stall_s, 6),
             lr=lr,
             next_sync=next_sync,
+            **({"values": values} if values else {}),
         )
         if step % _DRAW_EVERY == 0:
-            self._draw(step, loss=loss, lr=lr)
+            self._draw(step, {"loss": loss, "lr": lr, **(values or {})})
 
-    def evaluation(self, step: int, loss: float, *, write: bool) -> None:
-        """Remember a held-out loss; one worker writes it down for all."""
-        self.held_out = loss
-        if write:
-            self.writer.write("evaluation", step, loss=loss)
-            self._draw(step, held_out=loss)
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        """Write down numbers of the task's own."""
+        self.writer.write("values", step, values=dict(values))
+        self._draw(step, values)
 
-    def _draw(self, step: int, **figures: float) -> None:
+    def evaluation(self, found: Evaluation) -> None:
+        """Remember held-out metrics; one worker writes them down for all."""
+        self.metrics = dict(found.metrics)
+        loss = self.held_out = self.metrics["loss"]
+        if found.write:
+            others = {name: value for name, value in found.metrics.items() if name != "loss"}
+            self.writer.write("evaluation", found.step, loss=loss, **({"metrics": others} if others else {}))
+            drawn = {"held_out": loss, **{f"held_out_{name}": value for name, value in others.items()}}
+            self._draw(found.step, drawn)
+
+    def _draw(self, step: int, figures: Mapping[str, float]) -> None:
         """Add points to the loggers' curves; one that fails is left from then on."""
         for board in list(self.boards):
             try:
-                board.draw(step, **figures)
+                board.draw(step, figures)
             except Exception as error:  # a logger's own, such as a network that is gone
                 self.boards.remove(board)
                 self.event(step, f"{type(board).__name__} has failed and is left: {error}", level="warning")
@@ -146,6 +167,7 @@ class Recorder:
             "rounds": self.rounds,
             "failed_rounds": self.failed_rounds,
             "held_out": self.held_out,
+            "metrics": dict(self.metrics),
             "losses": torch.tensor(list(self.losses), dtype=torch.float64),
             "marks": dict(self._marks),
         }
@@ -156,7 +178,7 @@ class Recorder:
         self.start_counting()
         self.samples, self.bytes_sent, self.stall_s = state["samples"], state["bytes_sent"], state["stall_s"]
         self.rounds, self.held_out = state["rounds"], state["held_out"]
-        self.failed_rounds = state.get("failed_rounds", 0)
+        self.failed_rounds, self.metrics = state.get("failed_rounds", 0), dict(state.get("metrics", {}))
         self.losses.extend(state["losses"].tolist())
         self._marks = dict(state["marks"])
 
@@ -171,7 +193,10 @@ class Recorder:
     def close(self) -> None:
         """Write what waits, and close the files."""
         for board in self.boards:
-            board.close()
+            try:
+                board.close()
+            except Exception as error:  # a logger's own, such as a full disk
+                self.event(self.last_step, f"{type(board).__name__} could not be closed: {error}", level="warning")
         self.writer.close()
 
 
@@ -185,7 +210,8 @@ class LogEvents(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._waiting.append((record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning"))
-        print(self.format(record), file=sys.stderr, flush=True)
+        with suppress(OSError):  # of a full disk, which must not end the training
+            print(self.format(record), file=sys.stderr, flush=True)
 
     def write(self, recorder: Recorder, step: int) -> None:
         """Write down what was logged; a text that begins with its step is filed under that."""
@@ -226,6 +252,7 @@ def write_start(job: Job, recorder: Recorder, *, resumed: bool) -> None:
         steps=job.config.steps,
         unit=job.task.unit,
         period=None if job.is_ddp else job.sync.strategy.period,
+        higher_is_better=sorted(job.task.higher_is_better),
         resumed=resumed,
     )
 
@@ -234,7 +261,7 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
     """Return what came of a run; the totals over all workers are those of `recorder.to_add_up()`."""
     losses, count, samples = totals
     step, faults = job.sync.clock, job.config.faults
-    result = {
+    result: dict[str, Any] = {
         "status": status,
         "strategy": job.config.strategy.name,
         "codec": None if job.is_ddp else job.sync.strategy.levels[-1].codec.name,
@@ -250,6 +277,8 @@ def summary(job: Job, recorder: Recorder, status: str, totals: Sequence[float]) 
         "parameters": job.parameters,
         "samples_per_s": samples / max(recorder.elapsed, 1e-9),
     }
+    if len(recorder.metrics) > 1:
+        result["metrics"] = recorder.metrics
     if faults.tolerant:
         result |= {"faults": faults.policy, "failed_rounds": recorder.failed_rounds}
     return result

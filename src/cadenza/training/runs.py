@@ -9,6 +9,7 @@
     tensorboard/       the same as TensorBoard events
     checkpoints/       step-00000100/ and so on, the last few
     model.safetensors  the trained model, once the run has finished
+    best.safetensors   the best averaged model, and best.json which it is, if `checkpoint.keep_best` asks for it
     summary.json       how it ended
     report.html        the page that `cadenza report` makes
 
@@ -86,6 +87,14 @@ class Run:
         return self.folder / "model.safetensors"
 
     @property
+    def best_model(self) -> Path:
+        return self.folder / "best.safetensors"
+
+    @property
+    def best_note(self) -> Path:
+        return self.folder / "best.json"
+
+    @property
     def summary_file(self) -> Path:
         return self.folder / "summary.json"
 
@@ -115,6 +124,16 @@ class Run:
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         _write(self.environment_file, json.dumps(environment, indent=1))
+
+    def best(self) -> dict[str, Any] | None:
+        """Return which step's model is kept as the best, by which metric and at which value; None if none is."""
+        return _read_json(self.best_note) or None
+
+    def write_best(self, best: Mapping[str, Any], model: Path) -> None:
+        """Keep the model in a file as the best one."""
+        note = _written(self.best_note, json.dumps(best))
+        os.replace(model, self.best_model)
+        os.replace(note, self.best_note)
 
     def summary(self) -> dict[str, Any] | None:
         """Return how the run ended; None if it did not."""
@@ -195,18 +214,18 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def write_model(run: Run, model: torch.nn.Module) -> None:
-    """Write the trained model, which all workers have alike."""
+def write_model(target: Path, model: torch.nn.Module) -> None:
+    """Write a model, which all workers have alike, to a file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_model
 
-    partial = run.model_file.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
+    partial = target.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
     try:
         save_model(model, str(partial))
-        os.replace(partial, run.model_file)
+        os.replace(partial, target)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise CadenzaError(f"The trained model could not be written to {run.model_file}: {error}.") from error
+        raise CadenzaError(f"The model could not be written to {target}: {error}.") from error
 
 
 def _git_commit() -> str | None:
@@ -226,9 +245,18 @@ def _git_commit() -> str | None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file so that readers find the old one or the new one, and never a part, whoever else writes it."""
+    os.replace(_written(path, text), path)
+
+
+def _written(path: Path, text: str) -> Path:
+    """Return a file beside the path that holds the text, to be put in its place."""
     partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+    except OSError:  # a full disk, most likely: leave it what room there is
+        partial.unlink(missing_ok=True)
+        raise
+    return partial
 
 
 def _read_json(path: Path) -> dict[str, Any]:

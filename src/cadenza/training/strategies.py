@@ -22,7 +22,17 @@ from cadenza.faults import FaultPolicy
 from cadenza.schedules import changing
 from cadenza.strategy import Strategy
 
-__all__ = ["ALWAYS", "CODECS", "STRATEGIES", "build_codec", "build_strategy", "defaults_of", "keys_of", "nearest"]
+__all__ = [
+    "ALWAYS",
+    "CODECS",
+    "KEYS",
+    "STRATEGIES",
+    "build_codec",
+    "build_strategy",
+    "defaults_of",
+    "keys_of",
+    "nearest",
+]
 
 ALWAYS = 2**62  # steps of a warm-up that never ends
 
@@ -57,6 +67,30 @@ _FEEDBACK = "+feedback"
 _NOT_IN_TOML = ("levels", "fragments", "balanced", "faults", "average_gradients")
 _CHOICES = tuple(f.name for f in fields(Strategy) if f.name not in _NOT_IN_TOML)
 
+# What the strategies' keys mean; `keys_of` says which of them a strategy takes.
+KEYS = {
+    "alpha": "How much of the local value a late landing keeps; for slowmo, the step on the slow momentum.",
+    "beta": "The slow momentum.",
+    "buffers": 'Which buffers are averaged: "statistics" (BatchNorm\'s and the like), true for all, false for none.',
+    "clip": "The largest norm of the mean difference; any without it.",
+    "decay": "How much of what was not sent is kept for the next round.",
+    "delay": "Steps from a round's launch to its landing, in which training goes on.",
+    "density": "The share of the values that is sent.",
+    "layers": "Layers that are sent together, as one fragment.",
+    "levels": 'Groups by period, from the innermost: {4 = "host", 32 = "all"}.',
+    "mean_of": 'A value\'s mean is over those who sent it ("senders"), or over "all", the others counting as 0.',
+    "measure_drift": "Whether rounds tell how far the workers have moved apart.",
+    "momentum_period": "Steps between the averages of Adam's first moment; 3 periods without it.",
+    "offload": "Whether anchors and outer state are in the CPU's memory.",
+    "optimizer_state": 'What a round does with the inner optimizer\'s state: "leave", "average" or "reset" it.',
+    "outer_lr": "The outer step's learning rate.",
+    "outer_momentum": "The outer step's Nesterov momentum.",
+    "period": 'Steps from one round to the next: a number, "auto", or a table of periods by the step they hold from.',
+    "variance_period": "Steps between the averages of Adam's second moment; 6 periods without it.",
+    "warmup_steps": "Steps at the beginning in which gradients are averaged.",
+    "weight": 'How much a worker counts: "uniform", or "samples", by how many it has seen.',
+}
+
 
 def nearest(given: str, allowed: Sequence[str]) -> str:
     """Return a hint at the name that was meant, or nothing.
@@ -80,7 +114,8 @@ def keys_of(name: str) -> tuple[str, ...]:
     """
     if name == "ddp":
         return ()
-    own = [p.name for p in inspect.signature(_PRESETS[name]).parameters.values() if p.kind != p.VAR_KEYWORD]
+    parameters = inspect.signature(_PRESETS[name]).parameters.values()
+    own = [p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.name != "outer"]  # TOML cannot hold pieces
     return tuple(dict.fromkeys([*own, *_CHOICES]))
 
 

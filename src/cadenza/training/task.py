@@ -21,7 +21,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -32,7 +32,7 @@ from cadenza.training.task_source import has_no, refuse_misspelt
 if TYPE_CHECKING:
     from cadenza.training.config import Config
 
-__all__ = ["Build", "Scheduler", "Task", "check_task", "load_build"]
+__all__ = ["Build", "Evaluated", "Moment", "Scheduler", "Task", "check_task", "load_build"]
 
 
 class Scheduler(Protocol):
@@ -48,6 +48,42 @@ class Scheduler(Protocol):
         """Go on from what a checkpoint held."""
 
 
+Number: TypeAlias = "float | torch.Tensor"
+Pair: TypeAlias = "tuple[Number, Number]"
+Evaluated: TypeAlias = "Pair | Mapping[str, Pair]"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a task's callbacks are told of.
+
+    Args:
+        kind: "start", "step", "evaluation", "checkpoint" or "end".
+        step: The steps that this worker has taken.
+        worker: This worker's number.
+        workers: How many there are.
+        model: The model: after a step this worker's own, at the end the average of all.
+        figures: Of a step its loss, learning rate ("lr"), "samples" and what `loss` returned beside the loss; of an
+            evaluation its metrics (elastic workers: on the one that puts the shares together); of a checkpoint its
+            "bytes"; of the end nothing.
+        log: Adds numbers to this worker's metrics and the loggers' curves: `moment.log(norm=2.5)`.
+
+    >>> heard = []
+    >>> callback = lambda moment: heard.append((moment.kind, moment.step))
+    >>> callback(Moment("step", 7, 0, 4, torch.nn.Linear(1, 1), {"loss": 0.5}, log=print))
+    >>> heard
+    [('step', 7)]
+    """
+
+    kind: str
+    step: int
+    worker: int
+    workers: int
+    model: torch.nn.Module
+    figures: Mapping[str, float]
+    log: Callable[..., None]
+
+
 @dataclass(frozen=True)
 class Task:
     """What is trained, and on what.
@@ -59,14 +95,22 @@ class Task:
             iterated. It is iterated anew when it ends (after `set_epoch(epoch)`, if it has that method). A resumed run
             skips the batches it had taken, so their order must be the same every time; if the object has `state_dict`
             and `load_state_dict` (as torchdata's StatefulDataLoader), these are used instead.
-        loss: From (model, batch), the loss to minimise: a tensor with one value. Call the model itself, not its parts:
-            under DDP it is a wrapper around yours.
+        loss: From (model, batch), the loss to minimise: a tensor with one value; or that and a dict of numbers to log,
+            such as `(loss, {"accuracy": 0.5})`. Call the model itself, not its parts: under DDP it is a wrapper around
+            yours.
         evaluate: From (model, worker, workers), the sum of the losses over that worker's share of the held-out data,
-            and how many there are. The shares of all workers are added. Called without gradients, in `eval()` mode.
+            and how many there are; or a dict of several such pairs, one of them named "loss". The shares of all workers
+            are added. Called without gradients, in `eval()` mode.
+        higher_is_better: Which of the metrics that `evaluate` returns are the better the higher they are.
         scheduler: A learning rate schedule, or several; stepped once after every optimizer step.
         samples: From a batch, how many samples it has; without it, the length of its first tensor.
         unit: What `samples` counts, such as "tokens".
         clip_gradients: The largest norm of the gradients, None for any.
+        accumulate: Of how many batches an optimizer step takes the mean gradient.
+        scaler: A GradScaler, for losses in float16: gradients are scaled by it, and a step with infinite ones is left
+            out. Put `torch.autocast` into `loss`.
+        callbacks: Functions that are told of the beginning, each step, each evaluation, each checkpoint and the end:
+            see `Moment`. They are called on every worker; an exception in one ends the training.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> task = Task(
@@ -83,17 +127,26 @@ class Task:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     batches: Callable[[int, int], Iterable[Any]]
-    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
-    evaluate: Callable[[torch.nn.Module, int, int], tuple[float, float]] | None = None
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Number]]]
+    evaluate: Callable[[torch.nn.Module, int, int], Evaluated] | None = None
+    higher_is_better: Collection[str] = ()
     scheduler: Scheduler | Sequence[Scheduler] = field(default=())
     samples: Callable[[Any], int] | None = None
     unit: str = "samples"
     clip_gradients: float | None = None
+    accumulate: int = 1
+    scaler: torch.amp.GradScaler | None = None
+    callbacks: Sequence[Callable[[Moment], object]] = ()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """One optimizer or several, as a list."""
         return [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else list(self.optimizer)
+
+    def loss_alone(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, without what is to be logged with it."""
+        returned = self.loss(model, batch)
+        return returned[0] if isinstance(returned, tuple) else returned
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -171,8 +224,6 @@ def _rules(task: Task) -> list[tuple[str, Any, str, bool]]:
     """Return (field, value, what is required, whether it is that) for each field."""
     model: Any = task.model
     optimizers: Any = task.optimizer if isinstance(task.optimizer, Sequence) else [task.optimizer]
-    clip: Any = task.clip_gradients
-    unit: Any = task.unit
     return [
         ("model", model, "a torch.nn.Module", isinstance(model, torch.nn.Module)),
         (
@@ -196,17 +247,31 @@ def _rules(task: Task) -> list[tuple[str, Any, str, bool]]:
             all(all(hasattr(one, name) for name in _SCHEDULER) for one in task.schedulers),
         ),
         ("samples", task.samples, "a function of a batch, or None,", task.samples is None or _takes(task.samples, 1)),
+        *_rules_of_options(task),
+    ]
+
+
+def _rules_of_options(task: Task) -> list[tuple[str, Any, str, bool]]:
+    given: dict[str, Any] = vars(task)
+    unit, clip, accumulate, scaler = (given[name] for name in ("unit", "clip_gradients", "accumulate", "scaler"))
+    higher, callbacks = given["higher_is_better"], given["callbacks"]
+    counts = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1
+    limits = isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0
+    names = isinstance(higher, Collection) and not isinstance(higher, str) and all(isinstance(n, str) for n in higher)
+    scales = all(hasattr(scaler, name) for name in _SCALER)
+    called = isinstance(callbacks, Sequence) and all(_takes(callback, 1) for callback in callbacks)
+    return [
         ("unit", unit, "a word", isinstance(unit, str)),
-        (
-            "clip_gradients",
-            clip,
-            "a number above 0, or None,",
-            clip is None or (isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0),
-        ),
+        ("clip_gradients", clip, "a number above 0, or None,", clip is None or limits),
+        ("accumulate", accumulate, "a number of batches, at least 1,", counts),
+        ("scaler", scaler, "a torch.amp.GradScaler, or None,", scaler is None or scales),
+        ("higher_is_better", higher, 'a list of names of metrics, such as ["accuracy"],', names),
+        ("callbacks", callbacks, "a list of functions of a Moment", called),
     ]
 
 
 _SCHEDULER = ("step", "state_dict", "load_state_dict")
+_SCALER = ("scale", "unscale_", "step", "update", "state_dict", "load_state_dict")
 
 
 def _check_parameters(task: Task, source: str) -> None:

@@ -74,6 +74,14 @@ def test_loggers_are_named_by_a_flag() -> None:
         overrides_of({"log": "wandb,comet"})
 
 
+def test_levels_are_given_by_a_flag() -> None:
+    given = overrides_of({"strategy": "hierarchical", "levels": "4=2, 16=host,64=all"})
+    assert [level.groups for level in read_config(None, given).build_strategy().levels] == [2, "host", "all"]
+    for wrong in ("4", "4=some", "x=2", "4=2,4=all", ""):
+        with pytest.raises(UsageError, match="--levels is PERIOD=GROUPS"):
+            overrides_of({"levels": wrong})
+
+
 def test_one_worker_is_called_a_worker(tmp_path: Path) -> None:
     config = read_config(None, {"launch.workers": 1})
     assert " · 1 worker · " in title_of(make_run(tmp_path / "run", config), config)

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from cadenza.cli.display import PlainDisplay
+from cadenza.cli.failures import TrainingFailedError
+from cadenza.cli.following import Follower
 from cadenza.cli.launching import Crash, Workers
 from cadenza.cli.programs import Program, program_for
+from cadenza.cli.watching import watch
 from cadenza.training.config import Config
+from cadenza.training.metrics import metrics_file
 
 START_A_WORKER = """
 import subprocess, sys, time
@@ -99,3 +105,32 @@ def test_elastic_workers_have_a_supervisor_and_fixed_ones_an_agent() -> None:
     elastic = program_for(Path("runs/first"), Config().with_(**{"faults.policy": "shrink"}), logs, None)
     assert (fixed.title, elastic.title) == ("The elastic agent", "The supervisor")
     assert not elastic.passes_interrupts  # on one node, whoever is asked stops all
+
+
+FAILED = {"kind": "end", "step": 25, "time": 9.0, "status": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("failures", "ends", "said"),
+    [
+        # It failed first, and was slow to end: the launcher's SIGTERM is not why.
+        ([(0, 1), (1, -15)], {0: "Stopped, because worker 1 failed. (x)", 1: "no data"}, "Worker 1 failed: no data."),
+        ([(0, -15), (1, 1)], {}, "Worker 1 failed (exit code 1): it said nothing."),
+        ([(0, 4)], {}, "Worker 0 failed (exit code 4): there is no room left on the disk of {run}."),
+        ([(0, 4)], {0: "The disk is full."}, "Worker 0 failed (exit code 4): The disk is full."),
+        ([(0, 1), (1, -9)], {0: "Stopped, because worker 1 failed. (x)"}, "Worker 1 failed: It was ended by SIGKILL"),
+    ],
+)
+def test_the_worker_that_failed_first_is_named_with_its_reason(
+    tmp_path: Path, failures: list[tuple[int, int]], ends: dict[int, str], said: str
+) -> None:
+    reported = [{"worker": worker, "exitcode": code} for worker, code in failures]
+    workers = workers_of(reporting(1, {"event": "failed", "failures": reported}), tmp_path)
+    follower = Follower(tmp_path / "metrics")
+    (tmp_path / "metrics").mkdir()
+    for worker, error in ends.items():
+        (tmp_path / "metrics" / metrics_file(worker)).write_text(json.dumps({**FAILED, "error": error}) + "\n")
+    display = PlainDisplay(Console(quiet=True), "")
+    with pytest.raises(TrainingFailedError) as raised:
+        watch(workers, follower, display, folder=tmp_path, logs=tmp_path / "logs" / "launch-001")
+    assert str(raised.value).startswith(said.format(run=tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import cadenza
 from cadenza.errors import UsageError
 from cadenza.training.config import Config, read_config
+from cadenza.training.config_text import commented
 from cadenza.training.standard_library_gpt import Options
-from cadenza.training.strategies import STRATEGIES
+from cadenza.training.strategies import KEYS, STRATEGIES, keys_of
 
 # What each strategy needs beside its name.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -119,18 +121,39 @@ def test_every_strategy_can_be_chosen_in_place_of_the_default_one(name: str) -> 
     built = read_config(None, strategy(name)).strategy
     assert built.name == name
     assert built.build().levels
-    if name not in ("ddp", "hierarchical"):
-        assert built.build().period == 16  # the default strategy's, which they can take over
 
 
-def test_another_strategy_leaves_behind_what_it_does_not_take(tmp_path: Path) -> None:
+def test_another_strategy_has_its_own_values(tmp_path: Path) -> None:
+    streaming = read_config(None, {"strategy.name": "streaming_diloco"})
+    assert streaming.strategy.build() == cadenza.streaming_diloco()
+    assert streaming.strategy.build().levels[0].codec.name == "e3m0"
     path = tmp_path / "mine.toml"
     path.write_text('[strategy]\nname = "diloco"\nperiod = 8\nouter_lr = 0.5\ncodec = "e3m0"\n')
-    assert read_config(path, {"strategy.name": "ddp"}).strategy.arguments == {}
-    slowmo = read_config(path, {"strategy.name": "slowmo"}).strategy
-    assert (slowmo.codec, slowmo.arguments) == ("e3m0", {"period": 8})
+    assert read_config(path, {"strategy.name": "diloco"}).strategy.arguments == {"period": 8, "outer_lr": 0.5}
+    slowmo = read_config(path, {"strategy.name": "slowmo", "strategy.beta": 0.5}).strategy
+    assert (slowmo.codec, slowmo.arguments) == ("", {"beta": 0.5})
     with pytest.raises(UsageError, match=r"strategy\.outer_lr"):
         read_config(path, {"strategy.name": "local_sgd", "strategy.outer_lr": 0.1})
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_key_of_a_printed_configuration_has_a_comment(tmp_path: Path, name: str) -> None:
+    config = read_config(None, strategy(name))
+    text = commented(config)
+    path = tmp_path / "printed.toml"
+    path.write_text(text)
+    assert read_config(path).to_toml() == config.to_toml()
+    lines = text.splitlines()
+    inner = False  # inside a table that is the value of a key, such as strategy.levels
+    for above, line in itertools.pairwise(["", *lines]):
+        if line.startswith("["):
+            inner = "." in line
+        if line and not line.startswith("#") and not (inner and " = " in line):
+            assert above.startswith("# "), line
+
+
+def test_every_key_that_a_strategy_takes_is_explained() -> None:
+    assert {key for name in STRATEGIES for key in keys_of(name)} - {"codec"} == KEYS.keys()
 
 
 def test_a_strategy_in_a_file_has_its_own_defaults_and_not_the_default_runs(tmp_path: Path) -> None:

@@ -75,23 +75,23 @@ def test_an_elastic_worker_goes_on_counting_from_the_latest_of_all(elastic: list
 
 def test_shares_that_do_not_come_are_left_out_of_the_mean(elastic: list[ElasticCrew]) -> None:
     first, second = (crew.shares("evaluate") for crew in elastic)
-    first.post(4, (0, 1), 6.0, 2.0)
-    second.post(4, (0, 1), 2.0, 2.0)
-    assert [(found.step, found.loss, found.write) for found in first.collect(wait=True)] == [(4, 2.0, True)]
-    first.post(8, (0, 1), 6.0, 2.0)
+    first.post(4, (0, 1), {"loss": (6.0, 2.0)})
+    second.post(4, (0, 1), {"loss": (2.0, 2.0)})
+    assert [(found.step, found.metrics["loss"], found.write) for found in first.collect(wait=True)] == [(4, 2.0, True)]
+    first.post(8, (0, 1), {"loss": (6.0, 2.0)})
     began = time.monotonic()
-    assert [found.loss for found in first.collect(wait=True)] == [3.0]
+    assert [found.metrics["loss"] for found in first.collect(wait=True)] == [3.0]
     assert time.monotonic() - began < 5
     assert second.collect(wait=True) == []
 
 
 def test_fixed_workers_know_a_loss_at_once_and_refuse_an_empty_one(fixed: Crew) -> None:
     shares = fixed.shares("evaluate of the task x")
-    shares.post(4, (0,), 6.0, 2.0)
-    assert [(found.step, found.loss, found.write) for found in shares.collect()] == [(4, 3.0, True)]
+    shares.post(4, (0,), {"loss": (6.0, 2.0)})
+    assert [(found.step, found.metrics["loss"], found.write) for found in shares.collect()] == [(4, 3.0, True)]
     assert shares.collect() == []
     with pytest.raises(UsageError, match="evaluate of the task x has evaluated nothing"):
-        shares.post(8, (0,), 0.0, 0.0)
+        shares.post(8, (0,), {"loss": (0.0, 0.0)})
 
 
 def test_an_error_that_came_first_is_named(fixed: Crew) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import resource
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cadenza.cli.worker import main
 from cadenza.training import Config, runs
+from cadenza.training.best_model import BestModel
+from cadenza.training.held_out_shares import Evaluation
 from cadenza.training.job import Job
 from cadenza.training.metrics import MetricsWriter, read_lines
+from cadenza.training.recording import LogEvents
 from cadenza.training.saved import last_whole_step
 from support import tiny_task
 
@@ -58,12 +65,40 @@ def test_training_goes_on_without_a_checkpoint_that_could_not_be_written(
 def test_two_in_a_row_end_the_run_with_a_line_and_a_checkpoint_that_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path / "run", monkeypatch, full_at={4, 6}) == 1
+    assert train(tmp_path / "run", monkeypatch, full_at={4, 6}) == 4
     said = capfd.readouterr().err
     assert "The checkpoint of step 6 could not be written" in said
     assert "Traceback" not in said
     assert not list((tmp_path / "run" / "checkpoints" / "step-00000006").iterdir())  # what room there is stays free
     assert last_whole_step(runs.Run(tmp_path / "run"), tolerant=False) == 2
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full, LogEvents(logging.getLogger("cadenza")) as log:
+        monkeypatch.setattr(sys, "stderr", full)
+        logging.getLogger("cadenza").warning("a line that finds no room")
+        monkeypatch.undo()
+        told: list[str] = []
+        log.write(SimpleNamespace(event=lambda step, text, level: told.append(text)), 3)  # type: ignore[arg-type]
+        with suppress(OSError):
+            full.close()
+    assert told == ["a line that finds no room"]
+
+
+def test_a_best_model_that_finds_no_room_leaves_the_one_before(tmp_path: Path) -> None:
+    run = runs.create(tmp_path / "run", Config())
+    warned: list[str] = []
+    best = BestModel(run, "loss", [], warn=warned.append)
+    model = torch.nn.Linear(4, 4)
+    best.offer(1, model)
+    best.judge(Evaluation(1, {"loss": 2.0}, write=True))
+    with full_disk():
+        best.offer(2, model)
+        best.judge(Evaluation(2, {"loss": 1.0}, write=True))
+    assert "could not be written" in warned[0]
+    assert run.best() == {"step": 1, "metric": "loss", "value": 2.0}
+    assert run.best_model.exists()
+    assert not list(run.folder.glob("*candidate*"))
 
 
 def test_metrics_wait_for_room(tmp_path: Path) -> None:

@@ -209,7 +209,9 @@ def _codecs() -> Finding:
 
     subject, slow = "codecs", "int8, E3M0 and top-k take several times the processor's time"
     if native.kernels() is not None:
-        return ok(subject, f"int8, E3M0 and top-k are machine code, made by {native.compiler()}")
+        return ok(
+            subject, f"int8, E3M0 and top-k are machine code, {native.packaged() or f'made by {native.compiler()}'}"
+        )
     if os.environ.get("CADENZA_NATIVE") == "0":
         return note(subject, f"CADENZA_NATIVE=0: {slow}", "unset CADENZA_NATIVE, unless you meant it")
     if (command := native.compiler()) is not None:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,19 +163,19 @@ def from_task(name: str) -> Found:
     samples = 0.0
     while len(times) < _STEPS and sum(times) < _SECONDS:
         started = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
+        taken = [to_device(batch, device) for batch in islice(batches, task.accumulate)]
+        if not taken:
             break
-        batch = to_device(batch, device)
         for optimizer in task.optimizers:
             optimizer.zero_grad()
-        task.loss(model, batch).backward()
+        for batch in taken:
+            task.loss_alone(model, batch).backward()
         for optimizer in task.optimizers:
             optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-        samples = (task.samples or count_samples)(batch)
+        samples = sum(map(task.samples or count_samples, taken))
     if not times:
         raise UsageError(f"The task {name} has no batches for worker 0 of 1, so its step cannot be measured.")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

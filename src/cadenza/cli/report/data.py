@@ -135,6 +135,7 @@ class WorkerData:
         self.evaluations = [line for line in lines if line["kind"] == "evaluation"]
         self.checkpoints = [line for line in lines if line["kind"] == "checkpoint"]
         self.failures = [line for line in lines if line["kind"] == "failed"]
+        self.logged = [line for line in lines if line["kind"] in ("step", "values") and line.get("values")]
         self.others = [line for line in lines if line["kind"] in ("event", "end")]
         self.alive = lives((line["kind"], _number(line.get("elapsed"), 0.0)) for line in lines)
         self.end_s = max((_number(line.get("elapsed"), 0.0) for line in lines), default=0.0)

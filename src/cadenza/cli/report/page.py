@@ -22,6 +22,7 @@ from cadenza.cli.report.progress import progress_charts
 from cadenza.cli.report.summary import comparison_table, event_table, same_loss, summary_tables, tiles, verdict
 from cadenza.cli.report.tables import Table, text_cell
 from cadenza.cli.report.timeline import timeline_chart, timeline_table
+from cadenza.cli.report.values import value_charts
 from cadenza.common.wording import count_workers
 from cadenza.version import __version__
 
@@ -46,8 +47,12 @@ def write_report(runs: Sequence[Path], target: Path) -> Path:
     page = render(read_runs(runs))
     partial = target.with_name(f"{target.name}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
     return target
 
 
@@ -100,7 +105,7 @@ def _summary(runs: Sequence[RunData]) -> str:
 def _losses(runs: Sequence[RunData], charts: list[Chart]) -> str:
     if not any(run.training.steps or run.held_out.steps for run in runs):
         return _section("loss", "Loss", _note("No step has been taken, so there is no loss yet."))
-    made = [*loss_charts(runs), *progress_charts(runs)]
+    made = [*loss_charts(runs), *value_charts(runs), *progress_charts(runs)]
     return _section("loss", "Loss", _figures(made, charts) + _tables([loss_table(run) for run in runs]))
 
 

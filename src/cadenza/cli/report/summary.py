@@ -18,6 +18,7 @@ from cadenza.cli.report.formats import (
     share_text,
 )
 from cadenza.cli.report.tables import Cell, Table, named_cell, number_cell, text_cell
+from cadenza.cli.report.values import metric_names, metric_rows
 
 __all__ = ["comparison_table", "event_table", "same_loss", "summary_tables", "tiles", "verdict"]
 
@@ -32,6 +33,7 @@ _BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "tokens a second": max,
     "samples a second": max,
 }
+_CHOICES: dict[str, Callable[[Iterable[float]], float]] = {"lowest": min, "highest": max}
 _VERDICT = {
     "held-out loss, lowest": "the lowest held-out loss",
     "time to held-out loss": "the shortest time to the loss that all reached",
@@ -61,16 +63,22 @@ def tiles(run: RunData) -> str:
 
 def summary_tables(run: RunData) -> list[Table]:
     """Return everything that is summed up of a run, a figure a row: what came of it, and what it was."""
-    rows = [(named_cell(name), cell) for name, cell in _figures(run)]
+    metrics = metric_rows(run, metric_names([run]))
+    figures = _figures(run)
+    rows = [(named_cell(name), cell) for name, cell in [*figures[:_LOSSES], *metrics, *figures[_LOSSES:]]]
+    results = _RESULTS + len(metrics)
     return [
-        Table(f"Results of {run.name}", ("figure", "value"), rows[:_RESULTS], "list"),
-        Table(f"Set-up of {run.name}", ("figure", "value"), rows[_RESULTS:], "list"),
+        Table(f"Results of {run.name}", ("figure", "value"), rows[:results], "list"),
+        Table(f"Set-up of {run.name}", ("figure", "value"), rows[results:], "list"),
     ]
 
 
 def comparison_table(runs: Sequence[RunData]) -> Table:
     """Return the runs beside each other, a run a column; first what they are compared for."""
     columns = [_figures(run) for run in runs]
+    metrics = metric_names(runs)
+    for run, column in zip(runs, columns, strict=True):
+        column[_LOSSES:_LOSSES] = metric_rows(run, metrics)
     target = same_loss(runs)
     if target is not None:
         for run, column in zip(runs, columns, strict=True):
@@ -158,7 +166,8 @@ def _in_all(seconds: float | None) -> str:
 
 def _with_best(name: str, cells: Sequence[Cell]) -> list[Cell]:
     """Return a row with the best of its cells marked, if one is better than another."""
-    wanted = next((choose for start, choose in _BEST.items() if name.startswith(start)), None)
+    ending = name.rpartition(", ")[2]
+    wanted = _CHOICES.get(ending) or next((choose for start, choose in _BEST.items() if name.startswith(start)), None)
     values = [cell.value for cell in cells if isinstance(cell.value, int | float) and math.isfinite(cell.value)]
     if wanted is None or len(set(values)) < 2:
         return list(cells)
