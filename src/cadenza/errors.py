@@ -55,7 +55,23 @@ __all__ = [
 
 
 class CadenzaError(Exception):
-    """The root: ``except CadenzaError`` catches whatever this library raises on purpose."""
+    """The root: ``except CadenzaError`` catches whatever this library raises on purpose.
+
+    Its text is for programs too, so where the documentation explains it is a note, which tracebacks show below it.
+
+    >>> CheckpointError("shared.json is missing").address
+    'docs/errors.md#checkpointerror'
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"See {self.address}")
+
+    @property
+    def address(self) -> str:
+        """Where the documentation says what to do about it."""
+        known = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"docs/errors.md#{known.__name__.lower()}"
 
 
 class NotInitializedError(CadenzaError, RuntimeError):

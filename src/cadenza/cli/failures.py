@@ -32,6 +32,8 @@ def exit_code(error: CadenzaError | OSError) -> int:
 def explain(error: CadenzaError | OSError, console: Console) -> None:
     """Print an error as a paragraph, without a traceback."""
     console.print(Text.assemble(("Error: ", "bold red"), _told(error)))
+    if isinstance(error, CadenzaError):
+        console.print(Text(f"See {error.address}", "dim"))
 
 
 def _told(error: CadenzaError | OSError) -> str:
