@@ -373,7 +373,6 @@ void topk_decode(const uint8_t *data, int64_t count, int64_t chunk, int64_t kept
         if (!add) memset(out + at, 0, width * sizeof *out);
         add_chunk(data, width, width < chunk ? last : kept, bits, weight, add, out + at);
     }
-    }
 }
 
 // ---- differences: what a round needs to know of the values it sends, in the pass that makes them -------------------
