@@ -25,7 +25,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # The drop-in's example takes half a minute; `make train` runs it. Those of Ray run in tests/integrations.
 ELSEWHERE = {"post_local_sgd_digits", "ray_train", "ray_core_shrink"}
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in ELSEWHERE)
-WITH_LEVELS = {"hierarchical", "compose_your_own"}
+WITH_LEVELS = {"hierarchical", "compose_your_own", "fsdp_diloco"}
 
 
 def run_example(name: str, folder: str) -> str:
@@ -109,8 +109,9 @@ def run_page(ranks: RankPool, page: Path, folder: Path, count: int | None = None
     return ranks.run(4, run_blocks, page, str(folder), count, init=False, env=env, timeout_s=110)
 
 
-def test_all_of_cadenza_runs_as_it_stands(ranks: RankPool, tmp_path: Path) -> None:
-    page = ROOT / "docs" / "all-of-cadenza.md"
+@pytest.mark.parametrize("name", ["all-of-cadenza", "gpus"])
+def test_a_page_runs_as_it_stands(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    page = ROOT / "docs" / f"{name}.md"
     first, *others = run_page(ranks, page, tmp_path)
     assert not any("".join(printed) for printed in others)
     wrong = [

@@ -14,6 +14,7 @@ import cadenza
 from cadenza import LevelPlan, RoundReport, Strategy, codecs
 from cadenza.engine.header import HEADER_BYTES
 from cadenza.testing import references as algorithms
+from cadenza.testing.encoded_mean import row_of
 from cadenza.testing.references import Workers
 from support.compare import same_bits
 from support.models import CASES
@@ -461,7 +462,7 @@ IN_BLOCKS = 6 * 16 + 16 + 16 * 8 + 16 + 32 + 3  # of 16 values, at whose multipl
 
 def encoded_rows(codec: codecs.Codec, world: int) -> int:
     """The bytes of what one member owns."""
-    return codec.encoded_bytes(algorithms.row_of(IN_BLOCKS, world, codec.block))
+    return codec.encoded_bytes(row_of(IN_BLOCKS, world, codec.block))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

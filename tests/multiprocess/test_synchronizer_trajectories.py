@@ -12,7 +12,7 @@ import torch.distributed as dist
 import cadenza
 from cadenza import LevelPlan, Strategy, codecs
 from cadenza.testing import references as algorithms
-from cadenza.testing.encoded_mean import EncodedMean
+from cadenza.testing.encoded_mean import EncodedMean, row_of
 from cadenza.testing.references import Workers
 from support.compare import same_bits
 from support.models import CASES
@@ -162,7 +162,7 @@ LEVELS = Strategy(
 def staged_int8(codec: Any, pairs: list[list[torch.Tensor]]) -> torch.Tensor:
     """Each of a pair reduces half of the values with its neighbour, and meets its like of the other pair over int8."""
     numel = pairs[0][0].numel()
-    half = algorithms.row_of(numel, members=2, block=16)
+    half = row_of(numel, members=2, block=16)
     parts = []
     for start in (0, half):
         sums = [algorithms.mean([x[start : start + half] for x in pair]) * 0.5 for pair in pairs]

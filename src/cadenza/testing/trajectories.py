@@ -13,7 +13,7 @@ from cadenza import Strategy, codecs
 from cadenza.testing import references
 from cadenza.testing.references import History, Workers
 
-__all__ = ["LR", "PRESETS", "STEPS", "Reference", "SmallCase", "momentum_sgd", "small_model"]
+__all__ = ["FRAGMENTS", "LR", "PRESETS", "STEPS", "Reference", "SmallCase", "momentum_sgd", "small_model"]
 
 LR = 0.1
 STEPS = 10

@@ -13,10 +13,11 @@ from cadenza.codecs import error_feedback, int8
 from cadenza.testing import Worker, workers
 from cadenza.testing import references as algorithms
 from cadenza.testing.references import History, Workers
+from cadenza.testing.trajectories import FRAGMENTS
 from support.models import CASES
 from support.resuming import assert_resumes_after_every_step
 from support.training import Trace, momentum_sgd, one_number, train
-from support.trajectories import FRAGMENTS, assert_same_way
+from support.trajectories import assert_same_way
 
 PERIOD, STEPS = 3, 13
 WHOLE = [list(range(6))]
