@@ -20,7 +20,7 @@ train: $(STAMP) ## train a small GPT on 4 workers that meet every 16 steps, and 
 	$(BIN)/cadenza train $(ARGS)
 
 test: $(STAMP) ## run all tests and the doctests of src/cadenza, on all cores (ARGS="-k name" to choose)
-	$(VENV_PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --dist loadgroup $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the direction of imports; changes nothing
 	$(BIN)/ruff check .

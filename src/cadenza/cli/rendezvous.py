@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
-from cadenza.participants.store import local_end, parse_address
+from cadenza.participants.addresses import local_end, parse_address
 from cadenza.training.config import Config, LaunchSettings
 
 __all__ = ["Rendezvous", "StorePlace", "arrange", "node_range", "store_place"]

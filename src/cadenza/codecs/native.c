@@ -1,5 +1,5 @@
-// The codecs' kernels in one pass over memory. native.py compiles and loads this file; integers.py and exponents.py say
-// what the formats are, and have the same in torch's operations. Encoded bytes may lie at any address.
+// The kernels of codecs and differences, each in one pass over memory. native.py compiles and loads this file; integers.py
+// and exponents.py say what the formats are, and have the same in torch's operations. Encoded bytes may lie at any address.
 
 #include <math.h>
 #include <stdint.h>
@@ -203,4 +203,48 @@ void e3m0_decode_add(uint8_t *data, int64_t count, int64_t block, float weight, 
         decode_block(&from, weight, scratch);
         for (int64_t i = 0; i < from.size; i++) out[at + i] += scratch[i];
     }
+}
+
+// ---- differences: what a round needs to know of the values it sends, in the pass that makes them -------------------
+
+#define CHUNK 4096 // values that stay in the first cache
+#define PIECE 65536 // values with one start among the signs: sketches.py
+#define LANES 16
+#define ROW 128 // values whose words are added up: checksums.py
+
+// out = minuend - values, which may be one of them, and the sum of its squares. With signs, the sums of a sketch of it;
+// with rows, the row sums of a checksum of the minuend.
+void difference(const float *minuend, const float *values, float *out, int64_t count, const float *restrict signs,
+                const int64_t *restrict starts, float *restrict sums, int64_t *restrict rows, double *restrict norm2) {
+    double total = 0.0;
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        const int64_t size = least(CHUNK, count - at), inside = at % PIECE;
+        if (rows)
+            for (int64_t row = 0; row < size / ROW; row++) {
+                uint64_t words[ROW / 2], sum = 0;
+                memcpy(words, minuend + at + row * ROW, sizeof words);
+                for (int i = 0; i < ROW / 2; i++) sum += words[i];
+                rows[inside / ROW + row] = (int64_t)((uint64_t)rows[inside / ROW + row] + sum);
+            }
+        float lanes[LANES] = {0};
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES)
+#pragma GCC ivdep
+            for (int lane = 0; lane < LANES; lane++) {
+                const float value = minuend[at + i + lane] - values[at + i + lane];
+                out[at + i + lane] = value;
+                lanes[lane] += value * value;
+            }
+        for (; i < size; i++) {
+            const float value = minuend[at + i] - values[at + i];
+            out[at + i] = value;
+            lanes[0] += value * value;
+        }
+        for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
+        if (signs) {
+            const float *sign = signs + starts[at / PIECE] + inside;
+            for (i = 0; i < size; i++) sums[inside + i] += out[at + i] * sign[i];
+        }
+    }
+    *norm2 = total;
 }

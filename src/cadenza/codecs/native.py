@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "e3m0_encode": [_PLACE, _COUNT, _COUNT, _PLACE, _PLACE],
     "e3m0_decode": [_PLACE, _COUNT, _COUNT, _PLACE, _PLACE],
     "e3m0_decode_add": [_PLACE, _COUNT, _COUNT, _NUMBER, _PLACE, _PLACE],
+    "difference": [_PLACE, _PLACE, _PLACE, _COUNT, _PLACE, _PLACE, _PLACE, _PLACE, _PLACE],
 }
 _logger = logging.getLogger("cadenza")
 

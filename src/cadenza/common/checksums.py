@@ -8,46 +8,54 @@ from functools import cache
 
 from cadenza.common.later import torch
 
-__all__ = ["checksum", "fingerprint"]
+__all__ = ["ROWS", "checksum", "checksum_of_rows", "fingerprint"]
 
 _ROW = 64  # words of 8 bytes that are added up, at the speed of memory
-_ROWS = 512  # sums; each has a factor of its own, so that differences in two rows do not cancel out
+ROWS = 512  # sums; each has a factor of its own, so that differences in two rows do not cancel out
 
 
-def checksum(*tensors: torch.Tensor) -> int:
+def checksum(*tensors: torch.Tensor, after: int = 0) -> int:
     """Return a number below 2**64 that tells tensors apart, and is the same for the same bits on every machine.
 
-    It is made of sums of whole numbers, which no order of adding changes.
+    It is made of sums of whole numbers, which no order of adding changes. `after` is the checksum of earlier tensors.
 
     >>> checksum(torch.ones(3)) == checksum(torch.ones(3)), checksum(torch.ones(3)) == checksum(torch.ones(4))
     (True, False)
     """
-    total = 0
+    total = after
     for tensor in tensors:
-        total = (total * 31 + _checksum(tensor)) % 2**64
+        data = _bytes_of(tensor)
+        rows = data[: data.numel() // (8 * _ROW) * 8 * _ROW].view(torch.int64).view(-1, _ROW).sum(1)
+        total = checksum_of_rows(_added_up(rows), tensor, after=total)
     return total
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum_of_rows(rows: torch.Tensor, tensor: torch.Tensor, *, after: int = 0) -> int:
+    """Return the checksum of a tensor whose row sums are known, and of those before it, whose checksum is `after`.
+
+    The words of each row of 512 bytes are added up, and every `ROWS`th of these sums; what is less than a row is left.
+    """
+    data = _bytes_of(tensor)
+    rest = _added_up(data[data.numel() // (8 * _ROW) * 8 * _ROW :].to(torch.int64))
+    factors = _factors(rows.device)
+    total = int((rows * factors).sum()) + 31 * int((rest * factors).sum()) + data.numel()
+    return (after * 31 + total % 2**64) % 2**64
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // (8 * _ROW) * 8 * _ROW
-    rows = data[:whole].view(torch.int64).view(-1, _ROW).sum(1)
-    total = int(_weighed(rows)) + 31 * int(_weighed(data[whole:].to(torch.int64)))
-    return (total + data.numel()) % 2**64
+    return data.clone() if data.storage_offset() % 8 else data
 
 
-def _weighed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the sum of whole numbers times factors that come again after `_ROWS` of them."""
-    rest = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _ROWS))
-    return (rest.view(-1, _ROWS).sum(0) * _factors(numbers.device)).sum()
+def _added_up(numbers: torch.Tensor) -> torch.Tensor:
+    """Return `ROWS` sums of whole numbers, of every `ROWS`th each."""
+    return torch.nn.functional.pad(numbers, (0, -numbers.numel() % ROWS)).view(-1, ROWS).sum(0)
 
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
     """Return odd numbers without a pattern."""
-    data = b"".join(hashlib.blake2b(bytes([i])).digest() for i in range(_ROWS // 8))
+    data = b"".join(hashlib.blake2b(bytes([i])).digest() for i in range(ROWS // 8))
     return (torch.frombuffer(bytearray(data), dtype=torch.int64) | 1).to(device)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cadenza.common.later import torch
 
-__all__ = ["difference", "distance_squared", "in_cache", "norm_squared", "told"]
+__all__ = ["distance_squared", "in_cache", "norm_squared", "told"]
 
 _PIECE = 1 << 20  # values; temporaries stay at some MiB
 _SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
@@ -24,7 +24,11 @@ def norm_squared(*tensors: torch.Tensor) -> float:
     >>> norm_squared(torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16))
     25.0
     """
-    return _norm_squared(tensors, tensors)
+    total = _sum(torch.dot(part, part) for part in _parts(tensors))
+    if math.isfinite(total):
+        return total
+    # A square may overflow fp32 where the norm does not.
+    return _sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in _parts(tensors))
 
 
 def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -44,26 +48,6 @@ def in_cache(flat: torch.Tensor) -> Sequence[torch.Tensor]:
     [65536, 34464]
     """
     return flat.split(_SHORT) if flat.device.type == "cpu" and flat.numel() else (flat,)
-
-
-def difference(minuend: torch.Tensor, flat: torch.Tensor, out: torch.Tensor) -> float:
-    """Write the difference of two flat tensors to `out`, which may be one of them; return its squared norm.
-
-    >>> values = torch.tensor([1.0, 1.0])
-    >>> difference(torch.tensor([4.0, 5.0]), values, out=values), values
-    (25.0, tensor([3., 4.]))
-    """
-    parts = zip(in_cache(minuend), in_cache(flat), in_cache(out), strict=True)
-    return _norm_squared([out], (torch.sub(one, other, out=place) for one, other, place in parts))
-
-
-def _norm_squared(tensors: Sequence[torch.Tensor], in_turn: Iterable[torch.Tensor]) -> float:
-    """Return the sum of all squares of some tensors, which come in turn, whole or in parts."""
-    total = _sum(torch.dot(part, part) for part in _parts(in_turn))
-    if math.isfinite(total):
-        return total
-    # A square may overflow fp32 where the norm does not.
-    return _sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in _parts(tensors))
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

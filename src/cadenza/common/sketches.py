@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from cadenza.common.later import torch
 
@@ -39,13 +39,21 @@ class Sketch:
 
     def add(self, flat: torch.Tensor) -> None:
         """Count the next values in; all workers give parts of the same sizes, in one order."""
+        signs, starts, sums = self.begin_part(flat)
+        for part, start in zip(flat.split(_PIECE), starts.tolist(), strict=True) if flat.numel() else ():
+            sums[: part.numel()].addcmul_(part.to(torch.float32), signs[start : start + part.numel()])
+
+    def begin_part(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return signs, where in them those of each piece start, and sums, for whoever reads the values anyway.
+
+        Value i of a piece times its sign is to be added to sum i.
+        """
         if flat.device not in self._sums:
             self._sums[flat.device] = torch.zeros(_PIECE, device=flat.device)
-        sums, signs = self._sums[flat.device], _signs(flat.device)
-        for part in flat.split(_PIECE) if flat.numel() else ():
-            start = _start(self._pieces)
-            sums[: part.numel()].addcmul_(part.to(torch.float32), signs[start : start + part.numel()])
-            self._pieces += 1
+        pieces = -(-flat.numel() // _PIECE)
+        starts = _starts(self._pieces, pieces)
+        self._pieces += pieces
+        return _signs(flat.device), starts, self._sums[flat.device]
 
     def pack(self) -> bytes:
         """Return the short vector, as it is sent."""
@@ -69,9 +77,11 @@ def spread_of(sketches: Sequence[bytes], weights: Sequence[float]) -> float:
     return max(0.0, math.fsum((square - mean * mean).tolist()))
 
 
-def _start(piece: int) -> int:
-    """Return where in the signs those of a piece start: far from those of others, without a pattern."""
-    return int.from_bytes(hashlib.blake2b(piece.to_bytes(8, "little"), digest_size=2).digest(), "little")
+@lru_cache(maxsize=64)
+def _starts(first: int, pieces: int) -> torch.Tensor:
+    """Return where in the signs those of each piece start: far from those of others, without a pattern."""
+    digests = (hashlib.blake2b(i.to_bytes(8, "little"), digest_size=2).digest() for i in range(first, first + pieces))
+    return torch.tensor([int.from_bytes(digest, "little") for digest in digests], dtype=torch.int64)
 
 
 @cache

@@ -65,6 +65,8 @@ def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
 
 def find_ddps_around(module: torch.nn.Module) -> Iterator[DistributedDataParallel]:
     """Yield each DistributedDataParallel of which a module is a part, at whatever distance."""
+    if not dist.is_initialized():  # without a process group there is no DDP, and looking takes a while
+        return
     seen, waiting = {id(module)}, [module]
     while waiting:
         for parent in _parents(waiting.pop()):

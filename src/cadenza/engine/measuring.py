@@ -1,7 +1,7 @@
 """What is measured of a round: the same numbers on all members, so that all decide alike.
 
 Sums over many values depend on the machine: on its threads and its instructions. So at the end of a round the members
-exchange what they have measured; a number that each could find by itself is the first member's.
+exchange what they have measured. A norm that each could find by itself is the sum of what they find of parts of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Measured:
 def share(transport: Transport, own: Measured, weights: Sequence[float], sketch: Sketch | None) -> tuple[Measured, int]:
     """Return what holds for all members of what each has measured, and how many bytes this one has sent.
 
-    The spread is the weighted mean of the members' own or, with sketches, that of the vectors for which they stand.
+    The spread is the weighted mean of the members' own or, with sketches, that of the vectors for which they stand. The
+    norms of the mean are sums: each member has measured another part.
     """
     payload = _LAYOUT.pack(own.spread2, own.mean2, own.size2) + (sketch.pack() if sketch else b"")
     alone = len(transport.members) == 1
@@ -59,7 +60,8 @@ def share(transport: Transport, own: Measured, weights: Sequence[float], sketch:
         spread2 = math.fsum(weight * one.spread2 for weight, one in zip(weights, told, strict=True))
     else:
         spread2 = spread_of([data[_LAYOUT.size :] for data in payloads], weights)
-    return Measured(spread2, told[0].mean2, told[0].size2), (len(payloads) - 1) * len(payload)
+    mean2, size2 = math.fsum(one.mean2 for one in told), math.fsum(one.size2 for one in told)
+    return Measured(spread2, mean2, size2), (len(payloads) - 1) * len(payload)
 
 
 @dataclass
@@ -81,12 +83,21 @@ class Meter:
     origins: Sequence[torch.Tensor] | None = None
     _sketch: Sketch | None = field(default=None, init=False)
 
-    def begin(self, values: Sequence[torch.Tensor]) -> None:
-        """Look at what this member is about to send."""
+    def start_sketch(self, values: Sequence[torch.Tensor]) -> Sketch | None:
+        """Return a sketch, if one is needed, for whoever reads the values anyway to fill."""
         if self.drift and not self.exact:
             self._sketch = Sketch(sum(flat.numel() for flat in values))
+        return self._sketch
+
+    def forget(self) -> None:
+        """Look at the values anew: they have changed since the sketch was filled."""
+        self._sketch = None
+
+    def begin(self, values: Sequence[torch.Tensor]) -> None:
+        """Look at what this member is about to send, if nobody has yet."""
+        if self._sketch is None and (sketch := self.start_sketch(values)) is not None:
             for flat in values:
-                self._sketch.add(flat)
+                sketch.add(flat)
 
     def end(
         self, mean: Sequence[torch.Tensor], transport: Transport, headers: Sequence[Header], weights: Sequence[float]
@@ -108,11 +119,19 @@ class Meter:
 
     def _mean2(self, mean: Sequence[torch.Tensor], transport: Transport) -> float:
         wanted = self.clip or (self.anchors is not None and self._sketch is None)
-        return norm_squared(*mean) if wanted and transport.position == 0 else 0.0
+        return norm_squared(*(_own_part(flat, transport) for flat in mean)) if wanted else 0.0
 
     def _size2(self, mean: Sequence[torch.Tensor], transport: Transport) -> float:
-        if not self.drift or transport.position:
+        if not self.drift:
             return 0.0
+        parts = [_own_part(flat, transport) for flat in mean]
         if self.anchors is None:
-            return norm_squared(*mean)
-        return sum(distance_squared(anchor, delta) for anchor, delta in zip(self.anchors, mean, strict=True))
+            return norm_squared(*parts)
+        anchors = [_own_part(anchor, transport) for anchor in self.anchors]
+        return sum(distance_squared(anchor, delta) for anchor, delta in zip(anchors, parts, strict=True))
+
+
+def _own_part(flat: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Return the part of values, the same on all members, that this one measures for all."""
+    size, place = -(-flat.numel() // len(transport.members)), transport.position
+    return flat[place * size : (place + 1) * size]

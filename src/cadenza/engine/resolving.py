@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from cadenza.common.checksums import checksum
-from cadenza.common.norms import difference, norm_squared
+from cadenza.common.norms import norm_squared
+from cadenza.engine.differences import take_differences
 from cadenza.engine.finiteness import problem_of
 from cadenza.engine.flat_mean import FlatRound, average_flat
 from cadenza.engine.header import Header
@@ -71,7 +73,13 @@ class Resolver:
         anchored = plan.anchored
         late_mean = pending.late and plan.outer.plain
         spread = self.measures_drift and not anchored
-        origins, norm2 = self._take_differences(late_mean) if anchored else self._copy_values(late_mean or spread)
+        meter = Meter(self.measures_drift, plan.outer.clip is not None, plan.codec.exact)
+        if anchored:
+            meter.anchors = self.state.anchors
+            origins, norm2, anchor_mark = self._take_differences(late_mean, meter)
+        else:
+            origins, norm2, anchor_mark = self._copy_values(late_mean or spread)
+            meter.origins = origins if spread else None
         work = FlatRound(
             pending.values,
             self.state.codecs,
@@ -79,20 +87,15 @@ class Resolver:
             residuals=self.state.residuals,
             exact=pending.anchor_means,
             inner_lrs=pending.inner_lrs,
-            meter=Meter(
-                self.measures_drift,
-                plan.outer.clip is not None,
-                plan.codec.exact,
-                anchors=self.state.anchors if anchored else None,
-                origins=origins if spread else None,
-            ),
-            make_equal=self._make_anchors_equal,
+            meter=meter,
+            make_equal=partial(self._make_anchors_equal, meter),
         )
-        header, problem = self._checked(replace(self.header, norm2=norm2, atomic=self.participants.atomic), norm2)
+        header = replace(self.header, norm2=norm2, atomic=self.participants.atomic, anchor=anchor_mark)
+        header, problem = self._checked(header, norm2)
+        if header.faulty:
+            meter.forget()
         if plan.outer.needs_inner_lr:
             header = replace(header, lr_mark=work.lr_mark)
-        if anchored and self.group.agrees and not self.group.alone:
-            header = replace(header, anchor=checksum(*self.state.anchors))
         describe = pending.layout.fragment.describe
         result = self.participants.agree(
             pending.id, lambda: average_flat(work, self.group, header, problem=problem, describe=describe)
@@ -104,15 +107,24 @@ class Resolver:
         self._finish(result)
         return result
 
-    def _take_differences(self, late_mean: bool) -> tuple[Sequence[torch.Tensor] | None, float]:
-        """Turn the packed values into differences from the anchor; return copies of the values if they are needed."""
-        pending, anchors = self.pending, self.state.anchors
-        packed = pending.values
+    def _take_differences(self, late_mean: bool, meter: Meter) -> tuple[Sequence[torch.Tensor] | None, float, int]:
+        """Turn the packed values into differences from the anchor.
+
+        Returns:
+            Copies of the values if they are needed, the squared norm of the differences, and what marks the anchor.
+        """
+        pending, anchors, packed = self.pending, self.state.anchors, self.pending.values
         values = self.spare.borrow(pending.layout) if late_mean else packed
         pending.layout.settle()  # what was borrowed may still be copied to a device
-        both = zip(pending.layout.as_written(anchors), packed, values, strict=True)
-        norm2 = sum(difference(start, flat, out=out) for start, flat, out in both)
+        sketch = meter.start_sketch(packed)
+        marked = self.group.agrees and not self.group.alone
+        starts = pending.layout.as_written(anchors)
+        rounded = any(start is not anchor for start, anchor in zip(starts, anchors, strict=True))
+        norm2, mark = take_differences(starts, packed, values, sketch=sketch, marked=marked and not rounded)
+        if marked and rounded:
+            mark = checksum(*anchors)
         if self.state.carried is not None:
+            meter.forget()
             for flat, lost in zip(values, self.state.carried, strict=True):
                 flat.add_(lost)
             norm2 = norm_squared(*values)
@@ -122,11 +134,11 @@ class Resolver:
             pending.own = [flat.clone() for flat in values]
         if outer.needs_anchor_mean:
             pending.anchor_means = [anchor.clone() for anchor in anchors]
-        return packed if late_mean else None, norm2
+        return packed if late_mean else None, norm2, mark
 
-    def _copy_values(self, needed: bool) -> tuple[Sequence[torch.Tensor] | None, float]:
+    def _copy_values(self, needed: bool) -> tuple[Sequence[torch.Tensor] | None, float, int]:
         values = self.pending.values
-        return self.spare.copy(values, self.pending.layout) if needed else None, norm_squared(*values)
+        return self.spare.copy(values, self.pending.layout) if needed else None, norm_squared(*values), 0
 
     def _checked(self, header: Header, norm2: float) -> tuple[Header, str | None]:
         """Find out whether this worker can take part; where a round may fail, its bad values become zeros."""
@@ -142,9 +154,10 @@ class Resolver:
         slices = self.pending.layout.slices(self.pending.values)
         return next((f"parameter {name}" for name, part in slices if not part.isfinite().all()), None)
 
-    def _make_anchors_equal(self) -> None:
+    def _make_anchors_equal(self, meter: Meter) -> None:
         """Take the first member's anchor, as the others do: they were not the same bits."""
         pending, transport = self.pending, self.group.transport
+        meter.forget()
         moved = self.state.take_from(transport, source=0)
         for flat, step in zip(pending.values, moved, strict=True):
             flat.add_(step)

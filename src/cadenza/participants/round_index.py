@@ -1,6 +1,8 @@
 """Which rounds have keys in the store: their names, under one key, so that anyone can delete what the dead have left.
 
->>> store = SignedStore(dist.HashStore(), Signer("job", secret=None))
+>>> from torch.distributed import HashStore
+>>> from cadenza.participants.signing import Signer
+>>> store = SignedStore(HashStore(), Signer("job", secret=None))
 >>> for step in range(10):
 ...     store.set(f"round/{step}.0.0/roster", "...")
 ...     note_round(store, RoundId(step), members=2)

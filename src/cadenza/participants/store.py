@@ -20,11 +20,12 @@ from typing import TypeVar
 
 from cadenza.common.later import dist
 from cadenza.errors import CadenzaError, StoreLostError, TransportError
+from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.name_lookup import limit_name_lookups
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 
-__all__ = ["StoreConnection", "local_end", "parse_address", "serve", "wait_for"]
+__all__ = ["StoreConnection", "serve", "wait_for"]
 
 T = TypeVar("T")
 
@@ -187,27 +188,3 @@ def wait_for(store: SignedStore, key: str, seconds: float) -> str | None:
         time.sleep(pause_s)
         pause_s = min(0.02, 1.5 * pause_s)
     return text
-
-
-def local_end(target: str) -> str:
-    """Return the address of this host on the way to another, or raise OSError if there is none; nothing is sent.
-
-    >>> local_end("127.0.0.1")
-    '127.0.0.1'
-    """
-    family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as trial:
-        trial.connect(place)
-        return str(trial.getsockname()[0])
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Return host and port.
-
-    >>> parse_address("10.0.0.1:29400")
-    ('10.0.0.1', 29400)
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise ValueError(f'The address of a store is "host:port", such as "10.0.0.1:29400"; got {address!r}.')
-    return host.strip("[]"), int(port)

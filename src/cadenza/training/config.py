@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cadenza.errors import CadenzaError, UsageError
 from cadenza.faults import FaultPolicy, raise_error, shrink, skip_round
-from cadenza.participants.store import parse_address
+from cadenza.participants.addresses import parse_address
 from cadenza.strategy import Strategy
 from cadenza.training.config_errors import explain
 from cadenza.training.strategies import build_strategy, defaults_of, keys_of

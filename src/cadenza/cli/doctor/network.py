@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.cli.doctor.findings import Finding, note, ok, problem
-from cadenza.participants.store import local_end
+from cadenza.participants.addresses import local_end
 
 __all__ = [
     "GlooAddress",
