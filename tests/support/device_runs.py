@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
@@ -43,6 +44,7 @@ class Case:
     by_gloo: bool = False
     elastic: bool = False
     dtype: torch.dtype = torch.float32
+    by_norms: bool = False  # which a device sums up in another order
 
 
 class GlooBetweenThreads:
@@ -81,13 +83,13 @@ def cases() -> dict[str, Case]:
         "slowmo": Case(cadenza.slowmo(4)),
         "snoo": Case(cadenza.snoo(4)),
         "diloco": Case(cadenza.diloco(4)),
-        "diloco clipped": Case(cadenza.diloco(4, clip=0.1)),
+        "diloco clipped": Case(cadenza.diloco(4, clip=0.1), by_norms=True),
         "diloco late": Case(cadenza.diloco(4, delay=2, codec=fed_back), late=True),
         "diloco a period late": Case(cadenza.diloco(4, delay=4), late=True),
         "diloco offloaded": Case(cadenza.diloco(4, offload=True)),
         "diloco offloaded late": Case(cadenza.diloco(4, delay=2, codec=fed_back, offload=True), late=True),
         "eager_diloco": Case(cadenza.eager_diloco(4), late=True),
-        "edit": Case(cadenza.edit(4)),
+        "edit": Case(cadenza.edit(4), by_norms=True),
         "muloco": Case(cadenza.muloco(4)),
         "noloco": Case(cadenza.noloco(4)),
         "streaming_diloco": Case(cadenza.streaming_diloco(6, delay=4, layers=1), late=True),
@@ -172,7 +174,8 @@ def run(case: Case, *, only_far: bool = False) -> str:
     if only_far:
         return ""
     pairs = [pair for near, far in zip(*found, strict=True) for pair in zip(near, far, strict=True)]
-    wrong = sum(not torch.equal(near, far) for near, far in pairs)
+    alike = partial(torch.allclose, rtol=1e-4, atol=1e-6) if case.by_norms else torch.equal
+    wrong = sum(not alike(near, far) for near, far in pairs)
     return f"{wrong} of {len(pairs)} tensors differ from the CPU's." if wrong else ""
 
 

@@ -74,6 +74,7 @@ class Restoration:
         """Give the replica the state."""
         state = self.replica.state
         state.wait_for_pending()
+        self.replica.copies.wait()
         state.pending.clear()
         state.set_facts(self.mine.meta, own=self.own)
         state.known, state.fragment_count = set(self.shared.meta["known"]), self.shared.meta["fragments"]
