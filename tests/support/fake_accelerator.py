@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 __all__ = ["DEVICE", "DeviceTensor", "Misuse", "freed_too_early", "install", "no_host_waits", "on_device", "settle"]
@@ -26,6 +26,7 @@ __all__ = ["DEVICE", "DeviceTensor", "Misuse", "freed_too_early", "install", "no
 NAME = "fake"
 DEVICE = f"{NAME}:0"
 HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
+COPIES = {"copy_", "_foreach_copy_", "_to_copy", "_copy_from"}
 MAKES_MEMORY = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided"}
 # Where an address only tells tensors apart; everywhere else it would be read from.
 NAMES_MEMORY = {("packing", "_read"), ("bucket", "_span")}
@@ -218,50 +219,69 @@ def _block_of(host: torch.Tensor) -> Block:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    name = func.overloadpacket.__name__
-    given, _ = tree_flatten((args, kwargs))
-    near = [x for x in given if isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor)]
-    if name in {"copy_", "_foreach_copy_", "_to_copy", "_copy_from"} and (near or "device" in kwargs):
-        return _copy(name, args, kwargs)
+    kind = _kind(func)
+    near = [x for x in _tensors((*args, *kwargs.values())) if not isinstance(x, DeviceTensor)]
+    if kind.name in COPIES and (near or "device" in kwargs):
+        return _copy(kind.name, args, kwargs)
     if any(x.ndim for x in near):
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got some on {NAME} and cpu.")
-    reads, writes = _accesses(func, name, args, kwargs)
-    _enter(reads, writes)
-    if name in HOST_READS:
-        _host_waits(_stream().clock, name)
-    out = func(*tree_map(_host, args), **_on_host(kwargs))
-    if out is None or any(told.alias_info is not None and told.alias_info.is_write for told in func._schema.returns):
+    if kind.touches:
+        _enter(*_accesses(kind, args, kwargs))
+    if kind.name in HOST_READS:
+        _host_waits(_stream().clock, kind.name)
+    told = {key: torch.device("cpu") if key == "device" else _host(value) for key, value in kwargs.items()}
+    out = func(*map(_host, args), **told)
+    if out is None or kind.in_place:
         return None if out is None else kwargs.get("out", args[0])
-    made = tree_map(lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) else x, out)
-    if name not in MAKES_MEMORY and not _is_view(func):
-        _enter([], [x for x in tree_flatten(made)[0] if isinstance(x, DeviceTensor)])
+    made = _far(out)
+    if kind.touches:
+        _enter([], list(_tensors([made])))
     return made
 
 
+class _Kind:
+    """What is to be known of an operation: whether it reads and writes memory at all, and which arguments it writes."""
+
+    def __init__(self, func: Any) -> None:
+        self.name = func.overloadpacket.__name__
+        aliases = [told.alias_info for told in func._schema.returns]
+        view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+        self.in_place = any(alias is not None and alias.is_write for alias in aliases)
+        self.touches = not view and self.name not in MAKES_MEMORY
+        given = func._schema.arguments
+        self.writes = [(told.name, told.alias_info is not None and told.alias_info.is_write) for told in given]
+
+
+_kind = cache(_Kind)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 def _host(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_host(item) for item in x]
     return x.host if isinstance(x, DeviceTensor) else x
 
 
-def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    return {key: torch.device("cpu") if key == "device" else tree_map(_host, value) for key, value in own.items()}
+def _far(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return type(x)(map(_far, x)) if type(x) in (list, tuple) else tuple(map(_far, x))
+    return DeviceTensor(x) if isinstance(x, torch.Tensor) else x
 
 
-def _is_view(func: Any) -> bool:
-    given = func._schema.returns
-    return bool(given) and all(r.alias_info is not None and not r.alias_info.is_write for r in given)
-
-
-def _accesses(func: Any, name: str, args: Any, kwargs: Any) -> tuple[list[DeviceTensor], list[DeviceTensor]]:
+def _accesses(kind: _Kind, args: Any, kwargs: Any) -> tuple[list[DeviceTensor], list[DeviceTensor]]:
     """Return which tensors an operation reads and writes."""
     reads: list[DeviceTensor] = []
     writes: list[DeviceTensor] = []
-    if _is_view(func) or name in MAKES_MEMORY:
-        return reads, writes
-    for position, told in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(told.name)
-        found = [x for x in tree_flatten(value)[0] if isinstance(x, DeviceTensor)]
-        (writes if told.alias_info is not None and told.alias_info.is_write else reads).extend(found)
+    for position, (name, writing) in enumerate(kind.writes):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        (writes if writing else reads).extend(x for x in _tensors([value]) if isinstance(x, DeviceTensor))
     return reads, writes
 
 

@@ -14,21 +14,21 @@ __all__ = ["distance_squared", "in_cache", "norm_squared", "told"]
 
 _PIECE = 1 << 20  # values; temporaries stay at some MiB
 _SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
+_LONG = 1 << 22  # values that a device gets at once
 
 
 def norm_squared(*tensors: torch.Tensor) -> float:
     """Return the sum of all squares: infinite or not a number exactly if one of the values is, or is huge.
 
-    Short dot products, in fp32 or better, are added up in fp64.
+    Short dot products, in fp32 or better, are added up in fp64. The host waits once for a device, which sums in fp64.
 
     >>> norm_squared(torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16))
     25.0
     """
-    total = _sum(torch.dot(part, part) for part in _parts(tensors))
+    total = _sum(_square(part) for part in _parts(tensors))
     if math.isfinite(total):
         return total
-    # A square may overflow fp32 where the norm does not.
-    return _sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in _parts(tensors))
+    return _sum(map(_exact_square, _parts(tensors)))
 
 
 def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -37,6 +37,9 @@ def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
     >>> distance_squared(torch.tensor([1.0, 1.0]), torch.tensor([4.0, 5.0]))
     25.0
     """
+    if one.device.type != "cpu":
+        apart = (a - b for a, b in zip(one.split(_LONG), other.split(_LONG), strict=True))
+        return _sum(map(_exact_square, apart))
     parts = zip(one.split(_PIECE), other.split(_PIECE), strict=True)
     return sum(norm_squared(a - b) for a, b in parts)
 
@@ -53,8 +56,19 @@ def in_cache(flat: torch.Tensor) -> Sequence[torch.Tensor]:
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
-        for part in (flat,) if flat.numel() <= _SHORT else flat.split(_SHORT):
+        most = _SHORT if flat.device.type == "cpu" else _LONG
+        for part in (flat,) if flat.numel() <= most else flat.split(most):
             yield part.to(torch.float32) if part.dtype.itemsize <= 2 else part
+
+
+def _square(part: torch.Tensor) -> torch.Tensor:
+    return torch.dot(part, part) if part.device.type == "cpu" else _exact_square(part)
+
+
+def _exact_square(part: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares, summed in fp64: a square may overflow fp32 where the norm does not."""
+    norm: torch.Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
+    return norm.square()
 
 
 def told(numbers: Sequence[torch.Tensor]) -> list[float]:

@@ -70,7 +70,7 @@ class Bucket:
     def chunks(self, most: int) -> Iterator[tuple[int, Bucket]]:
         """Cut the bucket into runs of at most `most` values, each on one device: yield where it starts, and it.
 
-        A gap belongs to the piece after it.
+        A gap belongs to the piece after it, and is shorter than `most`.
 
         >>> bucket = Bucket(torch.device("cpu"), torch.float32)
         >>> bucket.add(torch.ones(3)); bucket.add(torch.ones(2), at=4)

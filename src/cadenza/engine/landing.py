@@ -60,7 +60,7 @@ class Landing:
         layout.settle()
         sent, mean = ([torch.zeros_like(anchor) for anchor in state.anchors] for _ in range(2))
         before = [anchor.clone() for anchor in state.anchors]
-        inner_lrs = self._replica.view.inner_lrs()
+        inner_lrs = self._replica.view.inner_lrs() if state.plan.outer.needs_inner_lr else {}
         state.update(mean, OuterInputs(inner_lrs, members=members, own=sent, now=state.progress(layout)))
         id = RoundId(self._state.clock, self._state.phase, fragment)
         PendingRound(id, level, self._state.clock, layout, origins=before).write(state.anchors)
@@ -118,6 +118,7 @@ class Landing:
             state = self._replica.level_state(inner, pending.fragment)
             if state.plan.anchored:
                 state.fit(pending.layout, self._participants.levels[inner])
+                pending.layout.settle()
                 state.set_anchor(landed)
 
     def _average_more(self, pending: PendingRound, group: LevelGroup, result: RoundResult) -> None:

@@ -237,8 +237,6 @@ class LevelState:
 
     def set_anchor(self, landed: Layout | Sequence[torch.Tensor]) -> None:
         """Start anew from values on which a larger level has agreed; momentum is kept, and what encoding has lost."""
-        if self._layout is not None:
-            self._layout.settle()
         if isinstance(landed, Layout):
             landed.pack(self.anchors)
         else:

@@ -74,6 +74,7 @@ class Restoration:
         """Give the replica the state."""
         state = self.replica.state
         state.wait_for_pending()
+        self.replica.copies.wait()
         state.pending.clear()
         state.set_facts(self.mine.meta, own=self.own)
         self.replica.participants.resume(self.shared.meta.get("held", 0))
@@ -131,7 +132,7 @@ class Restoration:
     def _flats(self, where: str, layout: Layout, kind: str) -> list[torch.Tensor]:
         """Return copies of saved flat tensors, where a round has them."""
         tensors = self.mine.part(f"{where}/{kind}")
-        return [tensors[str(i)].to(strip.device, copy=True) for i, strip in enumerate(layout.strips)]
+        return [flat.copy_(tensors[str(i)]) for i, flat in enumerate(layout.empty())]
 
     def _lost(self, number: int, where: str, key: str) -> torch.Tensor | None:
         """Return a residual: this worker's own, or, where the members are others now, the mean of all."""

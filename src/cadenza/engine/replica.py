@@ -38,6 +38,7 @@ class Replica:
         state: What the run remembers.
         spare: Memory that rounds use again.
         streams: Where devices do what is done beside training.
+        copies: Between parameters on devices and host memory.
     """
 
     def __init__(self, view: ModelView, strategy: Strategy, participants: Participants) -> None:
@@ -45,7 +46,7 @@ class Replica:
         self.state = RunState(Balance(strategy), Pace(strategy))
         self.spare = SpareMemory()
         self.streams = SideStreams()
-        self._copies = HostCopies(self.streams)
+        self.copies = HostCopies(self.streams)
         self.weighting = strategy.weighting
         self.rewrites = ModelRewrites(view.inner)
         self._home = torch.device("cpu") if strategy.offload else None
@@ -76,7 +77,7 @@ class Replica:
 
     def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return how some tensors lie in flat ones, whether or not they are trained now."""
-        return Layout(tensors, home=self._home, align=self._align, copies=self._copies)
+        return Layout(tensors, home=self._home, align=self._align, copies=self.copies)
 
     def level_state(self, level: int, fragment: int) -> LevelState:
         """Return what a level remembers of a fragment."""
@@ -193,7 +194,7 @@ class Replica:
         So the work of a worker that comes back counts in the next round, unless it is not finite.
         """
         self.state.pending.clear()
-        self._copies.wait()
+        self.copies.wait()
         progress = {} if new else {key: self._progress(*key) for key in self.state.levels}
         for name, tensor in self.shared_tensors().items():
             if new or not name.startswith("model/"):  # buffers of a worker that comes back are its own

@@ -132,6 +132,7 @@ class RoundRunner:
             return
         for fragment in range(self._state.fragment_count):
             state = self._replica.level_state(len(self._strategy.levels) - 1, fragment)
+            self._replica.copies.wait()
             own = checksum(*state.anchors).to_bytes(8, "little")
             with failing_as_round(self._state.clock):
                 if len(set(outermost.transport.exchange(own)())) > 1:

@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 
-from cadenza.common.streams import refuse_capture
+from cadenza.common.streams import devices_of, refuse_capture
 from cadenza.engine import loading, saving
 from cadenza.engine.buffers import average_buffers
 from cadenza.engine.collectives import average_tensors
@@ -76,6 +76,7 @@ class Synchronizer:
         self._warm_up = WarmUp(self.replica)
         self._undo_hooks: list[Callable[[], None]] = []
         self._open = True
+        self._on_device = bool(devices_of(view.parameters().values()))
         try:
             self.replica.check_turns()
             self._check_auto(auto, scaler)
@@ -130,7 +131,8 @@ class Synchronizer:
             samples: How many samples the step has used; required where the strategy weighs by samples.
         """
         self._check_open()
-        refuse_capture("sync.step()")
+        if self._on_device:
+            refuse_capture("sync.step()")
         self._state.pace.enter()
         try:
             self._step(samples)

@@ -12,7 +12,7 @@ from cadenza.errors import TopologyError
 from cadenza.participants.base import Admission, FailedRound, SharedState
 from cadenza.participants.level_group import LevelGroup, Stage
 from cadenza.participants.round_id import RoundId
-from cadenza.strategy import Groups, LevelPlan, Strategy
+from cadenza.strategy import Groups, Strategy
 from cadenza.topology import Level, RoundTopology, Topology
 from cadenza.transports import Transport
 from cadenza.transports.group import Group
@@ -56,14 +56,13 @@ class FixedParticipants:
         partition = _checked(groups.groups(round, self._group.ranks), self._group.ranks, round)
         mine = partition.group_of(self._group.rank)
         if mine not in self._changing:  # its members have met in the same rounds, so it is new to all of them
-            self._changing[mine] = LevelGroup(known.plan, known.name, self._connect(known.plan, mine))
+            self._changing[mine] = LevelGroup(
+                known.plan, known.name, self._group.connect(mine, through_host=known.plan.through_host)
+            )
         return self._changing[mine]
 
     def resume(self, held: int) -> None:
         """Nobody counts."""
-
-    def _connect(self, plan: LevelPlan, ranks: Sequence[int]) -> Transport:
-        return self._group.connect(ranks, through_host=plan.through_host)
 
     def start(self, state: SharedState) -> None:
         state.take_from_first(self.levels[-1].transport)

@@ -28,12 +28,13 @@ def mean_into(out: torch.Tensor, rows: torch.Tensor) -> None:
     if out.dtype.itemsize > 2:
         _mean(out, rows)
         return
-    scratch = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32, device=out.device)
-    for start in range(0, out.numel(), _BLOCK):
-        block = rows[:, start : start + _BLOCK]
+    size = min(_BLOCK, out.numel()) if out.device.type == "cpu" else out.numel()  # a device wants much to do at once
+    scratch = torch.empty(size, dtype=torch.float32, device=out.device)
+    for start in range(0, out.numel(), max(1, size)):
+        block = rows[:, start : start + size]
         mean = scratch[: block.shape[1]]
         _mean(mean, block)
-        out[start : start + _BLOCK].copy_(mean)
+        out[start : start + size].copy_(mean)
 
 
 def scale_down(values: torch.Tensor, members: int) -> None:

@@ -159,6 +159,12 @@ def test_an_anchor_that_only_one_rank_keeps_is_found() -> None:
     assert differing == {"strategy.levels[0].keep_anchor: True", "strategy.levels[0].keep_anchor: False"}
 
 
+def test_a_field_that_was_added_is_told_only_where_it_is_set() -> None:
+    plain, other = identity(LevelPlan(16)), identity(LevelPlan(16, through_host=True))
+    assert set(other) - set(plain) == {"strategy.through_host: True"}
+    assert not set(plain) - set(other)
+
+
 def test_floats_that_differ_in_the_last_bit_differ() -> None:
     assert identity(0.1 + 0.2) != identity(0.3)
 

@@ -11,6 +11,7 @@ if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_pytho
 from support.device_mutants import MUTANTS
 from support.device_runs import cases, run_all
 
+pytestmark = pytest.mark.timeout(300)  # one process runs all of it
 PRESETS = "local_sgd post_local_sgd hierarchical slowmo snoo diloco eager_diloco edit muloco noloco streaming_diloco "
 PRESETS += "sparse_loco demo des_loc"
 

@@ -102,9 +102,9 @@ def test_every_worker_makes_one_connection_to_each_other_one() -> None:
         made: list[list[int]] = []
         connect = worker.group.connect
 
-        def counted(ranks: Sequence[int]) -> Any:
+        def counted(ranks: Sequence[int], **options: Any) -> Any:
             made.append(list(ranks))
-            return connect(ranks)
+            return connect(ranks, **options)
 
         worker.group.connect = counted  # type: ignore[method-assign]
         PaperRun(worker, strategy(), {}).go(90)
