@@ -154,6 +154,11 @@ class FaultSettings(Settings):
     )
     lease_s: _Positive = Field(default=1.0, description="After so long without a heart-beat a worker counts as gone.")
     restarts: _Count = Field(default=3, description="How often each worker is started again, alone, after it died.")
+    optimizer_from: Literal["own", "peer", "nobody"] = Field(
+        default="own",
+        description="Whose optimizer state a worker that comes back takes up: that of its last own checkpoint (a "
+        "peer's if it has none), a peer's, or nobody's.",
+    )
     accept_rollback: bool = Field(
         default=False, description="Go on from an older state if all that have seen the last rounds are gone."
     )
