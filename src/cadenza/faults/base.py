@@ -34,6 +34,10 @@ class FaultPolicy(Protocol):
         """Say whether those who are here may hold a round, after a last one that `last` held together."""
         ...
 
+    def suffices(self, here: Set[int], last: Set[int]) -> bool:
+        """Say whether a round goes on without those who are late, once these are here."""
+        ...
+
     @property
     def patience(self) -> Patience:
         """How long a round waits; asked only where training goes on."""

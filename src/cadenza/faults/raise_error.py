@@ -30,6 +30,9 @@ class RaiseError:
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
 
+    def suffices(self, here: Set[int], last: Set[int]) -> bool:
+        return False
+
 
 def raise_error() -> RaiseError:
     """Let a fault end the training, to be restarted from a checkpoint.

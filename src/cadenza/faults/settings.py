@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_ENOUGH = 8  # rounds, before which nothing is known
+_QUANTILE = 0.95
 
 __all__ = ["Patience", "Poison", "poison_of"]
 
@@ -13,7 +17,8 @@ class Patience:
     """How long a round waits: a grace window, and a multiple of what such rounds have taken so far.
 
     Attributes:
-        grace_s: How long the others wait for a worker that is alive but late, and for one that has stopped sending.
+        grace_s: How long the others wait, at most, for a worker that is alive but late, and for one that has stopped
+            sending.
         factor: How many times the usual duration of a round's transfer is not yet a failure.
         first_s: How long the first rounds may take, before anything was measured.
 
@@ -25,6 +30,19 @@ class Patience:
     grace_s: float = 10.0
     factor: float = 4.0
     first_s: float = 60.0
+
+    def grace_after(self, waits: Sequence[float]) -> float:
+        """Return how long to wait for who is late, after rounds in which all came within these times.
+
+        That is twice what nearly all of them took, but a quarter of `grace_s` at least.
+
+        >>> Patience(grace_s=10.0).grace_after([0.1] * 3), Patience(grace_s=10.0).grace_after([0.1] * 30 + [2.0] * 2)
+        (10.0, 4.0)
+        """
+        if len(waits) < _ENOUGH:
+            return self.grace_s
+        nearly_all = sorted(waits)[int(_QUANTILE * len(waits))]
+        return min(self.grace_s, max(2 * nearly_all, self.grace_s / 4))
 
     def __post_init__(self) -> None:
         for name in ("grace_s", "factor", "first_s"):

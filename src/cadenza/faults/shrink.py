@@ -21,6 +21,7 @@ class Shrink:
 
     min_workers: int = 1
     quorum: float = 0.5
+    commit_at: float | int | None = None
     patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
     poison: Poison = field(default_factory=Poison)
     name: ClassVar[str] = "shrink"
@@ -34,6 +35,12 @@ class Shrink:
                 f"below 1; got {self.quorum!r}."
             )
 
+        if not _is_commit_at(self.commit_at):
+            raise ValueError(
+                "commit_at is a share of the last round's workers, above 0 and below 1, a whole number of workers from 1, "
+                f"or None for all of them; got {self.commit_at!r}."
+            )
+
     @property
     def tolerant(self) -> bool:
         return True
@@ -41,11 +48,25 @@ class Shrink:
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return len(here) >= self.min_workers and len(here & last) > self.quorum * len(last)
 
+    def suffices(self, here: Set[int], last: Set[int]) -> bool:
+        if self.commit_at is None:
+            return False
+        if isinstance(self.commit_at, int):
+            return len(here) >= self.commit_at
+        return len(here & last) >= self.commit_at * len(last)
+
+
+def _is_commit_at(value: object) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value >= 1
+    return value is None or (isinstance(value, float) and 0 < value < 1)
+
 
 def shrink(
     *,
     min_workers: int = 1,
     quorum: float = 0.5,
+    commit_at: float | int | None = None,
     grace_s: float = 10.0,
     factor: float = 4.0,
     first_s: float = 60.0,
@@ -57,7 +78,11 @@ def shrink(
     Args:
         min_workers: With fewer, rounds are skipped.
         quorum: More than this share of the last round's workers must be there, so a minority never goes on by itself.
-        grace_s: How long a round waits for a worker that is alive but late.
+        commit_at: Once this share of the last round's workers has come, or so many of them, a round does not wait for
+            the others: they come to the next one, which waits for them, with what they have done. None waits for all
+            of them; 1, with ``quorum=0.0``, for nobody but those who were left out (Decoupled DiLoCo).
+        grace_s: How long a round waits, at most, for a worker that is alive but late; less once it is known how late
+            workers usually are.
         factor: How many times the usual duration of a transfer is not yet a failure.
         first_s: How long the first rounds may take, before anything was measured.
         poison: Whether a contribution that is not finite, or explodes, is left out, or the round is skipped.
@@ -66,4 +91,4 @@ def shrink(
     >>> shrink().enough(here={0, 1, 7}, last={0, 1, 2})
     True
     """
-    return Shrink(min_workers, quorum, Patience(grace_s, factor, first_s), poison_of(poison, explosion))
+    return Shrink(min_workers, quorum, commit_at, Patience(grace_s, factor, first_s), poison_of(poison, explosion))

@@ -30,6 +30,9 @@ class SkipRound:
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
 
+    def suffices(self, here: Set[int], last: Set[int]) -> bool:
+        return False
+
 
 def skip_round(
     *,
@@ -42,7 +45,8 @@ def skip_round(
     """Skip a round if not all workers come to it, and let workers come back.
 
     Args:
-        grace_s: How long a round waits for a worker that is alive but late.
+        grace_s: How long a round waits, at most, for a worker that is alive but late; less once it is known how late
+            workers usually are.
         factor: How many times the usual duration of a transfer is not yet a failure.
         first_s: How long the first rounds may take, before anything was measured.
         poison: Whether a contribution that is not finite, or explodes, is left out, or the round is skipped.

@@ -25,6 +25,10 @@ from cadenza.participants.store import StoreConnection, wait_for
 __all__ = ["Assembly", "obeyed"]
 
 
+_FIRST = 8  # workers that look all the time who has come
+_LOOK_S = 0.05  # between two looks of others, times how many more there are
+
+
 class Assembly:
     """A worker's way to the roster of one round.
 
@@ -50,6 +54,7 @@ class Assembly:
         self._connection, self._heartbeat, self._signer = connection, heartbeat, signer
         self._round, self._me = round, me
         self._accepts_rollback = accepts_rollback
+        self._look_at = 0.0 if self._looks_first() else self._pause_s()
         self._base = f"round/{round}"
 
     def hold(self, policy: FaultPolicy, *, workers: int, patience_s: float) -> Roster:
@@ -84,6 +89,9 @@ class Assembly:
         heartbeat = self._heartbeat
         if heartbeat.replaced:
             raise TurnedAwayError(f"Another process has taken the place of worker {self._me.worker}; this one ends.")
+        if waited_s < self._look_at:
+            return self._wait()
+        self._look_at = waited_s + self._pause_s()
         arrivals = self._connection.call(self._arrivals)
         current = {w: arrival for w, arrival in arrivals.items() if heartbeat.is_current(w, arrival.incarnation)}
         if self._me.worker in current:
@@ -116,6 +124,18 @@ class Assembly:
             self._connection.call(self._leave)
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait()
+
+    def _looks_first(self) -> bool:
+        """Tell whether this worker is one of the few who look at once who has come; others wait for a roster of theirs.
+
+        All would read what all have written, and that would be as many entries as there are pairs of workers.
+        """
+        expected = set(self._me.last) - self._heartbeat.silent() or self._heartbeat.known()
+        return self._me.worker in sorted(expected)[:_FIRST] or len(expected) <= _FIRST
+
+    def _pause_s(self) -> float:
+        """Return how long to wait between two looks."""
+        return 0.0 if self._looks_first() else _LOOK_S * len(self._heartbeat.known()) / _FIRST
 
     def _informed(self, current: Mapping[int, Arrival]) -> Arrival:
         """Return this worker's arrival with what it knows by now of newcomers that it cannot reach."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -45,6 +46,7 @@ Result = TypeVar("Result")
 
 _ATTEMPTS = 3  # to start together, and to end together
 _STATE = 12  # times the bytes of a round may be in a state: anchor, two moments in fp32, where rounds are in 8 bits
+_REMEMBERED = 32  # rounds from which it is known how late workers are
 _MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
 
 
@@ -84,6 +86,7 @@ class ElasticParticipants:
         self._late_s = 0.0
         self._usual_s: float | None = None
         self._losses = 0
+        self._waits: deque[float] = deque(maxlen=_REMEMBERED)  # for the last one to come, where all came
         self._log = RosterLog(membership.worker)
         self._tried: RoundId | None = None
         self._refused_at: float | None = None  # since when there was nobody who has seen the last rounds
@@ -169,7 +172,8 @@ class ElasticParticipants:
         return self._tried
 
     def admit(self, round: RoundId, digest: str, *, settled: bool) -> Admission | FailedRound:
-        return self._admit(round, digest, settled=settled, patience_s=self.policy.patience.grace_s)
+        patience_s = self.policy.patience.grace_after(self._waits)
+        return self._admit(round, digest, settled=settled, patience_s=patience_s)
 
     def _admit(self, round: RoundId, digest: str, *, settled: bool, patience_s: float) -> Admission | FailedRound:
         if not self.membership.heartbeat.connected:
@@ -189,6 +193,8 @@ class ElasticParticipants:
             self.behind = True
             return FailedRound(str(error))
         self._refused_at = None
+        if not roster.absent:
+            self._waits.append(time.time() - began)
         self._log.write(roster, round, last=self._last)
         try:
             self._form(roster, round)
@@ -297,8 +303,8 @@ class ElasticParticipants:
         return result if committed else self._failed("another worker failed, or did not come to the vote", roster)
 
     def _vote(self, store: SignedStore, round: RoundId, roster: Roster) -> Vote:
-        limit_s = self._limit_s(roster)
-        return Vote(store, f"round/{round}/vote", members=len(roster.members), timeout_s=limit_s)
+        limit_s, counts = self._limit_s(roster), self.worker == roster.leader
+        return Vote(store, f"round/{round}/vote", members=len(roster.members), timeout_s=limit_s, counts=counts)
 
     def _abort(self, round: RoundId, roster: Roster) -> None:
         with suppress(StoreLostError):

@@ -67,7 +67,8 @@ class Forming:
     ) -> None:
         self._store, self._place, self._seat = store, place, seat
         self._missing, self._reach = missing, reach
-        self._vote = Vote(store, f"{place}/connected", members=len(seat.members), timeout_s=seat.timeout_s)
+        members, counts = len(seat.members), seat.position == 0
+        self._vote = Vote(store, f"{place}/connected", members=members, timeout_s=seat.timeout_s, counts=counts)
 
     def form(self) -> dist.ProcessGroup:
         """Return the group, which all members have then."""

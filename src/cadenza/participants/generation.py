@@ -106,7 +106,8 @@ def assemble(
 
     def build(store: SignedStore) -> Generation:
         # Whoever makes a group waits for all: nobody begins before all have said that they will.
-        vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s)
+        counts = worker == members[0]
+        vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s, counts=counts)
         if not vote.ready(lambda: bool(missing())):
             raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
         prefix = dist.PrefixStore(f"{place}/group", store.below)

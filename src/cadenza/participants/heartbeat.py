@@ -30,6 +30,8 @@ __all__ = ["Heartbeat", "announce_death"]
 _logger = logging.getLogger("cadenza")
 
 _BEATS = 5  # in a lease
+_MANY = 32  # workers; where there are more, the others' beats are read less often: each of them reads all
+_MOST_LINES = 128  # liveness connections; where there are more workers, those that come next have one
 _GLANCE_S = 0.02  # between two looks for the next round
 _TOLD_S = 60.0  # between two warnings about entries that are ignored
 _FORGET_S = 3600.0  # after so long in silence a worker's entry is deleted
@@ -73,7 +75,7 @@ class Heartbeat:
         self._stood = 0  # rounds held, as they were seen to stand in the store
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._seen_at = time.monotonic()
+        self._seen_at = self._heard_at = time.monotonic()
         self._told, self._told_at = 0, -_TOLD_S
         self._life: LivenessSockets | None = None
         with contextlib.suppress(OSError):  # without them there is the lease
@@ -191,14 +193,18 @@ class Heartbeat:
                 self.connected = self._signed_on = False
 
     def _tick(self) -> None:
-        beats = self._connection.call(self._exchange)
-        now = time.monotonic()
-        elapsed, self._seen_at = min(now - self._seen_at, 2 * self.tick_s), now
-        with self._lock:
-            for worker in beats.keys() | self._heard.keys():
-                self._hear(worker, beats.get(worker), elapsed)
+        pause_s = self.tick_s * max(1.0, len(self._heard) / _MANY)
+        few = len(self._heard) <= _MANY
+        hears = few or not self._signed_on or time.monotonic() - self._heard_at > pause_s - self.tick_s / 2
+        beats = self._connection.call(lambda store: self._exchange(store, hears=hears))
+        self._seen_at = now = time.monotonic()
+        if hears:
+            elapsed, self._heard_at = min(now - self._heard_at, 2 * pause_s), now
+            with self._lock:
+                for worker in beats.keys() | self._heard.keys():
+                    self._hear(worker, beats.get(worker), elapsed)
         if self._life is not None:
-            self._life.watch({w: (beat.incarnation, beat.address) for w, beat in self.alive().items() if beat.address})
+            self._life.watch(self._neighbours())
         if not self.connected and self._thread.is_alive():
             _logger.warning("Worker %d has reached the store again.", self.worker)
         self.connected = True
@@ -215,18 +221,26 @@ class Heartbeat:
         elif beat is not None:
             self._heard[worker] = Heard(beat, silent_s=2 * self._lease_s if old else 0.0)
 
-    def _exchange(self, store: SignedStore) -> dict[int, Beat]:
-        """Beat, and return the others' beats."""
+    def _neighbours(self) -> dict[int, tuple[str, str]]:
+        """Return the workers to which there is a line: all, or as many as come after this one."""
+        alive = self.alive()
+        others = sorted(alive, key=lambda worker: (worker < self.worker, worker))[:_MOST_LINES]
+        return {w: (alive[w].incarnation, alive[w].address) for w in others if alive[w].address}
+
+    def _exchange(self, store: SignedStore, *, hears: bool) -> dict[int, Beat]:
+        """Beat, and return the others' beats if they are to be heard now."""
         self._beat(store)
         if not self._signed_on:
             store.has_strangers()
         with self._lock:
             forgotten = {w for w, heard in self._heard.items() if heard.silent_s > _FORGET_S}
             alive = {w for w, heard in self._heard.items() if not self._is_silent(heard)}
-        others = self._index.update(store, alive | {self.worker}, forgotten) - {self.worker}
         self.note(self._latest.read(store))
         if self.latest is not None:
             self.note(self._latest.raise_to(store, Latest(self.latest, self.held)))
+        if not hears:
+            return {}
+        others = self._index.update(store, alive | {self.worker}, forgotten) - {self.worker}
         self._signed_on = True
         ordered = sorted(others)
         found = zip(ordered, store.read_all([beat_key(worker) for worker in ordered]), strict=True)

@@ -186,7 +186,9 @@ def propose(
     else:
         last = set(range(workers))
         missing = last - members - unreached.keys()
-    if missing and not time_is_up:
+    # Who was left out of the last round comes at its next step; who was in it may take long.
+    suffices = policy.suffices(members, last) and policy.enough(members, last) and not missing - last
+    if missing and not time_is_up and not (leader is not None and suffices):
         return None
     if veterans and all(arrival.called for arrival in veterans):
         raise RoundNotHeldError("of those who came, nobody has come to this step by its own steps")

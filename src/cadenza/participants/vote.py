@@ -2,7 +2,8 @@
 
 It goes through the store, not through a collective, because a collective can succeed on one rank and fail on another:
 each member marks that its data is in, the one that completes the count writes "commit", whoever gives up writes
-"abort", and all obey what was written first.
+"abort", and all obey what was written first. Among many members one counts for all: a count of everyone by everyone
+would be read as often as there are pairs of them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from cadenza.errors import StoreLostError
 
 __all__ = ["VOTE_KEYS", "Vote"]
 
+_LOOK_S = 0.002
+_MANY = 16  # members; more of them look less often
 VOTE_KEYS = ("ready", "verdict", "read")  # what a vote writes, below its own key
 
 
 class Vote:
     """One decision, commit or abort, that all members of a round reach alike through the store.
+
+    Args:
+        store: The store.
+        key: A name that no other vote has.
+        members: How many vote.
+        timeout_s: How long they are waited for.
+        counts: Whether this member, and no other, counts for all, in a store that knows its clients and whose old keys
+            are swept; None if all count, and the last one deletes the keys.
 
     >>> store = dist.HashStore()
     >>> Vote(store, "round/0", members=1, timeout_s=1.0).ready()
@@ -31,8 +42,12 @@ class Vote:
     False
     """
 
-    def __init__(self, store: dist.Store, key: str, *, members: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, key: str, *, members: int, timeout_s: float, counts: bool | None = None
+    ) -> None:
         self._store = store
+        self._counts = counts
+        self._look_s = _LOOK_S * max(1.0, members / _MANY)
         self._ready_key, self._verdict_key, self._read_key = (f"{key}/{name}" for name in VOTE_KEYS)
         self._members = members
         self._timeout = timedelta(seconds=timeout_s)
@@ -44,7 +59,8 @@ class Vote:
         """
         try:
             committed = self._verdict(hopeless) == "commit"
-            self._leave()
+            if self._counts is None:
+                self._leave()
         except RuntimeError as error:
             raise StoreLostError(
                 "The store was lost during the vote. This rank's parameters are as they were, but another rank may "
@@ -71,8 +87,11 @@ class Vote:
         return self._decide("abort") == "commit"
 
     def _verdict(self, hopeless: Callable[[], bool] | None) -> str:
-        if self._store.add(self._ready_key, 1) == self._members:
-            return self._decide("commit")
+        if self._counts is None:
+            if self._store.add(self._ready_key, 1) == self._members:
+                return self._decide("commit")
+        else:
+            self._store.mark(self._ready_key)  # type: ignore[attr-defined]
         if hopeless is not None:
             return self._watch(hopeless)
         try:
@@ -84,9 +103,11 @@ class Vote:
     def _watch(self, hopeless: Callable[[], bool]) -> str:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while not self._store.check([self._verdict_key]):
+            if self._counts and len(set(self.ready_members())) >= self._members:
+                return self._decide("commit")
             if time.monotonic() >= deadline or hopeless():
                 return self._decide("abort")
-            time.sleep(0.002)
+            time.sleep(self._look_s)
         return bytes(self._store.get(self._verdict_key)).decode()
 
     def _decide(self, verdict: str) -> str:

@@ -8,14 +8,14 @@ be gone on from, because a crash came while it was written or because it was dam
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cadenza.checkpoint.files import read_manifest
 from cadenza.checkpoint.folders import load_optimizers
-from cadenza.checkpoint.layout import manifests, worker_file
+from cadenza.checkpoint.layout import manifests, worker_file, workers_of
 from cadenza.checkpoint.selection import Selection
 from cadenza.errors import CadenzaError, CheckpointError, UsageError
 from cadenza.training.crew import Crew
@@ -69,20 +69,37 @@ class Checkpoints:
             )
         return Restored(extra, warnings)
 
-    def take_up_own(self) -> int:
-        """Give the optimizers and the data what this worker saved last, if anything; return the step of that.
+    def take_up(self, whose: Literal["own", "peer", "nobody"]) -> int:
+        """Give the optimizers what this worker or another one saved last; return the step of its place in the data.
 
-        For a worker that joins others in the middle of a run and has the model from them.
+        For a worker that joins others in the middle of a run and has the model from them. Its schedules and its place
+        in the data are always its own; the optimizers' state is its own, else that of another, or the other way round.
         """
         job = self._job
+        step = self._take_up_from([job.worker])
+        if whose == "nobody":
+            for optimizer in job.task.optimizers:
+                optimizer.state.clear()
+        elif whose == "peer" or not step:
+            self._take_up_from(None)
+        return step
+
+    def _take_up_from(self, workers: Sequence[int] | None) -> int:
+        """Take the newest file of one of some workers, or of any but this one; return its step, 0 if there is none."""
+        job = self._job
         for folder in reversed(checkpoint_folders(self._run)):
-            try:
-                step = read_manifest(folder / worker_file(job.worker)).step
-                if step <= job.sync.clock:
-                    job.set_place(load_optimizers(folder, job.worker, job.task.optimizers))
-                    return step
-            except CheckpointError:
-                continue
+            for worker in workers if workers is not None else workers_of(folder):
+                if workers is None and worker == job.worker:
+                    continue
+                try:
+                    step = read_manifest(folder / worker_file(worker)).step
+                    if step <= job.sync.clock:
+                        extra = load_optimizers(folder, worker, job.task.optimizers)
+                        if worker == job.worker:
+                            job.set_place(extra)
+                        return step
+                except CheckpointError:
+                    continue
         return 0
 
     def prune(self) -> None:

@@ -143,7 +143,15 @@ class FaultSettings(Settings):
     quorum: float = Field(
         default=0.5, ge=0, lt=1, description="shrink: more than this share of the last round's workers must be there."
     )
-    grace_s: _Positive = Field(default=10.0, description="How long a round waits for a worker that is alive but late.")
+    commit_at: float = Field(
+        default=0.0,
+        ge=0,
+        description="shrink: the share (below 1) or number of workers after which a round does not wait for others; 0: "
+        "it waits for all.",
+    )
+    grace_s: _Positive = Field(
+        default=10.0, description="How long a round waits, at most, for a worker that is alive but late."
+    )
     factor: _Positive = Field(default=4.0, description="How many times a transfer's usual time is not yet a failure.")
     first_s: _Positive = Field(default=60.0, description="How long the start and the first round may take.")
     poison: Literal["leave_out", "skip"] = Field(
@@ -154,6 +162,11 @@ class FaultSettings(Settings):
     )
     lease_s: _Positive = Field(default=1.0, description="After so long without a heart-beat a worker counts as gone.")
     restarts: _Count = Field(default=3, description="How often each worker is started again, alone, after it died.")
+    optimizer_from: Literal["own", "peer", "nobody"] = Field(
+        default="own",
+        description="Whose optimizer state a worker that comes back takes up: that of its last own checkpoint (a "
+        "peer's if it has none), a peer's, or nobody's.",
+    )
     accept_rollback: bool = Field(
         default=False, description="Go on from an older state if all that have seen the last rounds are gone."
     )
@@ -189,7 +202,8 @@ class FaultSettings(Settings):
         }
         try:
             if self.policy == "shrink":
-                return shrink(min_workers=self.min_workers, quorum=self.quorum, **common)
+                commit_at = int(self.commit_at) if self.commit_at >= 1 else self.commit_at or None
+                return shrink(min_workers=self.min_workers, quorum=self.quorum, commit_at=commit_at, **common)
             return skip_round(**common) if self.tolerant else raise_error()
         except ValueError as error:
             raise UsageError(f"faults: {error}") from None

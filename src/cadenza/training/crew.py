@@ -64,6 +64,10 @@ class Crew(Protocol):
     def connect(self) -> Connection:
         """Return one more connection, for another thread."""
 
+    @property
+    def connected(self) -> bool:
+        """Whether the store that all share answers."""
+
     def silent(self) -> set[int]:
         """Return the workers that are known to be gone."""
 

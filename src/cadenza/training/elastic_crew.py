@@ -61,6 +61,10 @@ class ElasticCrew:
     def connect(self) -> StoreConnection:
         return self._membership.connection()
 
+    @property
+    def connected(self) -> bool:
+        return self._membership.heartbeat.connected
+
     def silent(self) -> set[int]:
         return self._membership.heartbeat.silent()
 

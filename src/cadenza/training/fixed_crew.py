@@ -55,6 +55,10 @@ class FixedCrew:
     def connect(self) -> DirectConnection:
         return self.connection.clone()
 
+    @property
+    def connected(self) -> bool:
+        return True
+
     def silent(self) -> set[int]:
         return set()
 

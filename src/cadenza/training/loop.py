@@ -108,11 +108,17 @@ class _Loop:
         self.stopper = Stopper(agreement, worker=job.worker, leaves_on_sigterm=crew.leaves_on_sigterm)
         self.saved_at = 0
         self.failed_saves = 0  # in a row
+        self.draws = False
 
     @property
     def leads(self) -> bool:
-        """Whether this worker is the first of those that are there."""
-        return not self.sync.behind and self.job.worker == min(self._present(), default=-1)
+        """Whether this worker is the first of those that are there; while the store is away, of those that were."""
+        return not self._is_apart and self.job.worker == min(self._present(), default=-1)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the others may have gone on without this worker."""
+        return self.sync.behind and self.crew.connected
 
     def _present(self) -> set[int]:
         """Return those who held the last round and are still there."""
@@ -129,6 +135,7 @@ class _Loop:
         self.log.write(self.recorder, self.sync.clock)
         if self.leads:
             self._prepare_folder(joined)
+        self._keep_drawing()
         with self.stopper.watching():
             self.crew.gather()  # from here on all are watching: none can begin a step while another does not watch yet
             self._write_start(joined)
@@ -166,23 +173,31 @@ class _Loop:
 
     def _follow_the_others(self) -> None:
         """Bring to the others' step what does not come from them: optimizer, schedules, place in the data."""
-        step = self.checkpoints.take_up_own()
+        step = self.checkpoints.take_up(self.config.faults.optimizer_from)
         seed_everything(seed_of(self.config.seed, "worker", self.job.worker, self.sync.clock))
         for _ in range((self.sync.clock - step) * self.task.accumulate):
             next(self.job.stream)
         self._step_schedules(self.sync.clock - step)
 
     def _prepare_folder(self, joined: bool) -> None:
-        """Write down where the workers are, and open the loggers."""
+        """Write down where the workers are."""
         if hosts := self.crew.hosts():
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
             if self.best is not None and not self.sync.clock:
                 self.best.forget()
-        step = self.sync.clock
-        warn = partial(self.recorder.event, step, level="warning")
-        self.recorder.boards = open_boards(self.run, step, warn)
+
+    def _keep_drawing(self) -> None:
+        """Draw the loggers' curves while this worker leads."""
+        if self.draws == self.leads:
+            return
+        self.draws, step = not self.draws, self.sync.clock
+        if self.draws:
+            warn = partial(self.recorder.event, step, level="warning")
+            self.recorder.draw_with(lambda after: open_boards(self.run, after, warn), step)
+        else:
+            self.recorder.stop_drawing()
 
     def _write_start(self, joined: bool) -> None:
         step = self.sync.clock
@@ -205,6 +220,7 @@ class _Loop:
             self._tell("step", self.sync.clock, figures)
             if is_due(self.sync.clock, self.config.evaluate.every) and self.sync.clock < self.config.steps:
                 self.held_out.measure()
+            self._keep_drawing()
             self._write_news()
             if is_due(self.sync.clock, self.config.checkpoint.every):
                 self._save()
@@ -226,7 +242,7 @@ class _Loop:
     def _save(self) -> None:
         """Write this worker's part of a checkpoint of the step that it stands at, unless that is there."""
         step = self.sync.clock
-        if step == self.saved_at or self.sync.behind:
+        if step == self.saved_at or self._is_apart:
             return
         self.saved_at = step
         self.recorder.writer.flush()  # a run that goes on from here does not take these steps again

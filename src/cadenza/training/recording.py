@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from cadenza.training.metrics import MetricsWriter, Stopwatch
 __all__ = ["LogEvents", "Recorder", "summary", "write_start"]
 
 _DRAW_EVERY = 10  # steps between points of the loggers' curves of the loss
+_NOTICED_S = 10.0  # after so long it is known that the worker which drew the curves is gone
 
 
 class Recorder:
@@ -48,6 +49,7 @@ class Recorder:
         self.losses: deque[float] = deque(maxlen=max(1, recent))
         self._carried = 0.0  # seconds of training before a resume
         self._marks: dict[int, float] = {}  # when the last steps ended
+        self._points: deque[tuple[float, int, Mapping[str, float]]] = deque()  # of the curves, with their times
 
     @property
     def elapsed(self) -> float:
@@ -138,12 +140,35 @@ class Recorder:
 
     def _draw(self, step: int, figures: Mapping[str, float]) -> None:
         """Add points to the loggers' curves; one that fails is left from then on."""
+        self._points.append((self.elapsed, step, figures))
+        while self._points[0][0] < self.elapsed - _NOTICED_S:
+            self._points.popleft()
         for board in list(self.boards):
             try:
                 board.draw(step, figures)
             except Exception as error:  # a logger's own, such as a network that is gone
                 self.boards.remove(board)
                 self.event(step, f"{type(board).__name__} has failed and is left: {error}", level="warning")
+
+    def draw_with(self, open_boards: Callable[[int], list[Board]], step: int) -> None:
+        """Draw the curves from here on, with what may be missing since the worker that drew them was last seen.
+
+        `open_boards` is told after which step it draws, `step` is where this worker stands.
+        """
+        points = list(self._points)
+        self._points.clear()
+        self.boards = open_boards(min([step, *(point[1] - 1 for point in points)]))
+        for _, at, figures in points:
+            self._draw(at, figures)
+
+    def stop_drawing(self) -> None:
+        """Leave the curves to another worker."""
+        for board in self.boards:
+            try:
+                board.close()
+            except Exception as error:  # a logger's own, such as a full disk
+                self.event(self.last_step, f"{type(board).__name__} could not be closed: {error}", level="warning")
+        self.boards = []
 
     def phase(self, text: str) -> None:
         """Write down what this worker does before it takes steps."""
@@ -192,11 +217,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what waits, and close the files."""
-        for board in self.boards:
-            try:
-                board.close()
-            except Exception as error:  # a logger's own, such as a full disk
-                self.event(self.last_step, f"{type(board).__name__} could not be closed: {error}", level="warning")
+        self.stop_drawing()
         self.writer.close()
 
 

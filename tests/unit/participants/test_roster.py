@@ -223,3 +223,32 @@ def test_a_worker_that_comes_back_empty_counts_where_the_store_remembers() -> No
     assert roster.members == (0, 1)
     with pytest.raises(RollbackError, match="only worker 0 has seen any"):
         proposed(replace(book[0], unsure=True), book[1], known={0, 1}, held=4)
+
+
+def test_a_round_does_not_wait_for_who_is_late_once_enough_have_come() -> None:
+    policy = cadenza.shrink(commit_at=0.6)
+    assert proposed(arrival(0), policy=policy) is None
+    roster = proposed(arrival(0), arrival(1), policy=policy)
+    assert roster is not None
+    assert (roster.members, roster.absent) == ((0, 1), (2,))
+
+
+def test_who_was_left_out_of_the_last_round_is_waited_for() -> None:
+    first, second = (arrival(worker, last=(0, 1)) for worker in (0, 1))
+    assert proposed(first, second, policy=cadenza.shrink(commit_at=0.6)) is None
+    roster = proposed(first, second, arrival(2, rounds=3, chain="b"), policy=cadenza.shrink(commit_at=0.6))
+    assert roster is not None
+    assert (roster.members, roster.behind) == (ALL, (2,))
+
+
+def test_one_worker_may_be_enough_if_the_quorum_allows_it() -> None:
+    assert proposed(arrival(0), policy=cadenza.shrink(commit_at=1)) is None, "a minority decides nothing"
+    roster = proposed(arrival(0), policy=cadenza.shrink(commit_at=1, quorum=0.0))
+    assert roster is not None
+    assert roster.members == (0,)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1.0, -1, True, 2.5, "all"])
+def test_what_is_no_number_of_workers_to_commit_at_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="commit_at is a share"):
+        cadenza.shrink(commit_at=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cadenza.participants.membership import join
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 from cadenza.participants.store import serve
+from cadenza.participants.vote import Vote
 from cadenza.participants.worker_index import WorkerIndex
 from cadenza.testing import Worker, workers
 from cadenza.transports.faulty import FaultyTransport
@@ -80,3 +82,17 @@ def fail_at_the_end(worker: Worker, model: torch.nn.Module) -> bool:
 def test_a_transport_that_fails_after_the_last_round_is_a_round_error_too() -> None:
     with workers(2) as pool:
         assert pool.run(fail_at_the_end, torch.nn.Linear(2, 1)) == [True, True]
+
+
+def test_of_many_members_one_counts_the_votes_for_all() -> None:
+    below, signer = dist.HashStore(), Signer("job", secret="word")
+    stores = [SignedStore(below, signer, who=f"{worker} token") for worker in range(3)]
+    votes = [
+        Vote(store, "round/1/vote", members=3, timeout_s=10.0, counts=worker == 1)
+        for worker, store in enumerate(stores)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda vote: vote.ready(lambda: False), votes)) == [True] * 3
+    late = [Vote(store, "round/2/vote", members=3, timeout_s=0.1, counts=False) for store in stores[:2]]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda vote: vote.ready(lambda: False), late)) == [False] * 2, "nobody counts"

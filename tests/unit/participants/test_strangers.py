@@ -129,7 +129,7 @@ def test_a_heart_beat_survives_whatever_is_raised(store: int, monkeypatch: pytes
     member = join(f"127.0.0.1:{store}", worker=0, workers=1, lease_s=0.1)
     heartbeat, broken = member.heartbeat, threading.Event()
 
-    def fail(_: object) -> None:
+    def fail(_: object, **__: object) -> None:
         broken.set()
         raise ZeroDivisionError
 
