@@ -7,6 +7,7 @@ transport gives the bits of real ranks). The first of them computes the inner st
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from lab.quality.model import SHAPES, Stack, new_model
 from lab.quality.text import CONTEXT, Batches, Text, spread_windows
 
 import cadenza
+from cadenza.errors import NotFiniteError
 from cadenza.testing import Worker, workers
 from cadenza.training.gpt import Shape
 from cadenza.training.standard_library_gpt import rate_at
@@ -205,8 +207,11 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
     """Return what a run ends with: its losses on the three texts, and what a worker has sent."""
     started, used = time.time(), time.process_time()
     trainer = Trainer(setting, text=text or Text.standard_library(), compiled=compiled)
-    with workers(setting.workers, timeout_s=3600) as pool:
-        pool.run(trainer.work)
+    try:
+        with workers(setting.workers, timeout_s=3600) as pool:
+            pool.run(trainer.work)
+    except NotFiniteError:
+        trainer.stack.values.detach().fill_(math.nan)  # a result as well: not this setting
     validation, test = partial(trainer.loss, windows=1024), partial(trainer.loss, windows=2048)
     return {
         "validation": validation(trainer.mean(), trainer.text.validation),

@@ -14,7 +14,8 @@ from lab.quality.inner import StackedMuon
 from lab.quality.model import SHAPES, Stack, new_model
 from lab.quality.records import Records
 from lab.quality.search import Axis, search
-from lab.quality.training import Setting
+from lab.quality.text import Text
+from lab.quality.training import Setting, train
 
 from cadenza.optim import muon_and_adamw
 
@@ -140,6 +141,14 @@ def test_every_entry_of_the_queue_can_be_built() -> None:
             assert all(entry.start[name] in axis.values for name, axis in entry.axes.items())
         else:
             assert studies.find(entry.of)
+
+
+def test_a_run_that_diverges_is_a_result_and_not_the_end_of_the_queue() -> None:
+    words = torch.randint(97, 105, (3, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    strategy = {"name": "diloco", "period": 2, "outer_lr": 1e30, "outer_momentum": 0.9}
+    setting = Setting(strategy, 2, 1, lr=1e-3, seed=1, size="35k", tokens=12 * 2 * 64)
+    result = train(setting, compiled=False, text=Text(*words.repeat(1, 40)))
+    assert math.isnan(result["validation"])
 
 
 def fake_loss(setting: Setting) -> float:
