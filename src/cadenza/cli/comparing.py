@@ -48,7 +48,7 @@ def contestants(config: Config, names: Sequence[str], given: Collection[str] = (
     """Return the configuration of each strategy: the given one, with what its recipe says of it.
 
     A strategy takes those of the configuration's strategy keys that it knows. If there is a recipe for it on this task,
-    its values take the place of the defaults, not of what was `given`.
+    its values take the place of the defaults, not of what was `given`; a learning rate that was given leaves it out.
 
     >>> found = contestants(Config(), ["ddp", "diloco", "slowmo"])
     >>> found["ddp"].config.strategy.arguments, found["diloco"].config.strategy.arguments["period"]
@@ -64,15 +64,13 @@ def contestants(config: Config, names: Sequence[str], given: Collection[str] = (
 
 def _contestant(config: Config, given: Collection[str]) -> Contestant:
     name = config.strategy.name
+    if _TUNED in given:  # and what the recipe says of the outer step was found with another one
+        return Contestant(config, False, f"{name}: {_TUNED} = {config.options['lr']}, as given for all")
     recipe = recipe_for(config.task, name)
-    if recipe is not None:
-        values = {key: value for key, value in recipe.values.items() if key not in given}
-        config = config.with_(**values)
-    if _TUNED in given:
-        return Contestant(config, False, f"{name}: {_TUNED} = {config.options['lr']:g}, as given for all")
     if recipe is None:
         return Contestant(config, False, f"{name}: the task's own learning rate; no recipe has one tuned for it")
-    return Contestant(config, True, f"{name}: {_TUNED} = {config.options['lr']:g}, from the recipe {recipe.name}")
+    config = config.with_(**{key: value for key, value in recipe.values.items() if key not in given})
+    return Contestant(config, True, f"{name}: {_TUNED} = {config.options['lr']}, from the recipe {recipe.name}")
 
 
 def race(
