@@ -39,6 +39,9 @@ race: $(STAMP) ## Cadenza against its rivals on emulated links, under 15 minutes
 	$(VENV_PYTHON) -m pip install --quiet -c constraints.txt matplotlib
 	$(VENV_PYTHON) -m lab.race headline $(ARGS)
 
+quality: $(STAMP) ## go on with the queue of learning quality for an hour (ARGS="--minutes N"); can be killed at any time
+	OMP_NUM_THREADS=1 nice -n 19 $(VENV_PYTHON) -m lab.quality run $(ARGS)
+
 docs: $(STAMP) ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -222,6 +223,7 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
         "curve": trainer.curve,
         "steps": setting.steps,
         "bytes_sent": trainer.bytes_sent,
+        "environment": f"Python {platform.python_version()}, torch {torch.__version__}",
         "seconds": round(time.time() - started, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }

@@ -160,6 +160,7 @@ def fake_loss(setting: Setting) -> float:
 
 
 def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     records = Records(tmp_path)
     wanted = {"ddp", "diloco 4 workers period 30", "diloco 2 workers period 30", "int8 with feedback"}
     while runs := [setting for name, setting in studies.missing(records) if name in wanted]:
