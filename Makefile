@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 VENV_PYTHON := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format bench race docs clean
+.PHONY: help install train test lint format bench race quality docs clean
 
 help: ## list the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
