@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 VENV_PYTHON := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format bench race docs dist lock clean
+.PHONY: help install train test lint format bench race quality docs dist lock clean
 
 help: ## list the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ bench: $(STAMP) ## measure averaging against torch's (ARGS="…" go to the bench
 race: $(STAMP) ## Cadenza against its rivals on emulated links, under 15 minutes (root; ARGS="…" go to lab.race)
 	$(VENV_PYTHON) -m pip install --quiet -c constraints.txt matplotlib
 	$(VENV_PYTHON) -m lab.race headline $(ARGS)
+
+quality: $(STAMP) ## go on with the queue of learning quality for an hour (ARGS="--minutes N"); can be killed at any time
+	OMP_NUM_THREADS=1 nice -n 19 $(VENV_PYTHON) -m lab.quality run $(ARGS)
 
 docs: $(STAMP) ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -66,10 +66,13 @@ def status(records: Records) -> None:
     """Print a line for each entry of the queue."""
     for entry in QUEUE:
         wanted, tuned = entry.wanted(records), entry.tuned(records)
-        if tuned is None:
-            found = entry.found(records).best if isinstance(entry, Study) else None
-            print(f"{entry.name}: tuning, {len(wanted)} runs to do next; best so far {found}")
+        if tuned is not None:
+            print(f"{entry.name}: tuned; {len(wanted)} final runs to do")
+            continue
+        found = entry.found(records) if isinstance(entry, Study) else None
+        if found is None or found.best is None:
+            print(f"{entry.name}: {'to be begun' if wanted else 'waits for another'}")
+        elif found.edges:
+            print(f"{entry.name}: AT THE EDGE of {', '.join(found.edges)}: {found.best}; make the axis longer")
         else:
-            edges = entry.found(records).edges if isinstance(entry, Study) else []
-            at_edge = f", AT THE EDGE of {', '.join(edges)}" if edges else ""
-            print(f"{entry.name}: tuned{at_edge}; {len(wanted)} final runs to do")
+            print(f"{entry.name}: tuning; best so far {found.best}")

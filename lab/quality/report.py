@@ -53,10 +53,8 @@ def _finals(records: Records) -> Iterator[str]:
         against = "" if baseline is None else "{:+.2f} % ± {:.2f}".format(*excess(final, baseline))
         period = final.setting.strategy.get("period")
         rounds = final.setting.steps // period if isinstance(period, int) else ""
-        edges = entry.found(records).edges if isinstance(entry, Study) else []
-        note = f" (at the edge: {', '.join(edges)})" if edges else ""
         yield (
-            f"| {entry.name} | {_told(final.setting)}{note} | {rounds} | {final.mean:.4f} | {final.spread:.4f} | "
+            f"| {entry.name} | {_told(final.setting)} | {rounds} | {final.mean:.4f} | {final.spread:.4f} | "
             f"{against} | {final.bytes_sent / 1e6:.1f} |"
         )
 

@@ -66,9 +66,9 @@ class Study:
         return search(self.axes, start, loss)
 
     def tuned(self, records: Records) -> Setting | None:
-        """Return the best setting, once its neighbours are known to be worse."""
+        """Return the best setting, once its neighbours are known to be worse and it lies inside the grid."""
         found = self.found(records)
-        return self.setting(found.best) if found.best is not None and not found.wanted else None
+        return self.setting(found.best) if found.best is not None and not found.wanted and not found.edges else None
 
     def wanted(self, records: Records) -> list[Setting]:
         """Return the runs to do next: those of the tuning, then those of the final seeds."""

@@ -7,6 +7,8 @@ transport gives the bits of real ranks). The first of them computes the inner st
 from __future__ import annotations
 
 import json
+import math
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ from lab.quality.model import SHAPES, Stack, new_model
 from lab.quality.text import CONTEXT, Batches, Text, spread_windows
 
 import cadenza
+from cadenza.errors import NotFiniteError
 from cadenza.testing import Worker, workers
 from cadenza.training.gpt import Shape
 from cadenza.training.standard_library_gpt import rate_at
@@ -205,8 +208,11 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
     """Return what a run ends with: its losses on the three texts, and what a worker has sent."""
     started, used = time.time(), time.process_time()
     trainer = Trainer(setting, text=text or Text.standard_library(), compiled=compiled)
-    with workers(setting.workers, timeout_s=3600) as pool:
-        pool.run(trainer.work)
+    try:
+        with workers(setting.workers, timeout_s=3600) as pool:
+            pool.run(trainer.work)
+    except NotFiniteError:
+        trainer.stack.values.detach().fill_(math.nan)  # a result as well: not this setting
     validation, test = partial(trainer.loss, windows=1024), partial(trainer.loss, windows=2048)
     return {
         "validation": validation(trainer.mean(), trainer.text.validation),
@@ -217,6 +223,7 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
         "curve": trainer.curve,
         "steps": setting.steps,
         "bytes_sent": trainer.bytes_sent,
+        "environment": f"Python {platform.python_version()}, torch {torch.__version__}",
         "seconds": round(time.time() - started, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }

@@ -41,7 +41,7 @@ def contestants(file: Path | None, overrides: Mapping[str, Any], names: Sequence
 
     A key that is given beside the file counts for all that take it. What the file says of a strategy is for the one
     that it names. If there is a recipe for a strategy on this task, its values take the place of the defaults, not of
-    what was given.
+    what was given; a learning rate that was given leaves it out.
 
     >>> found = contestants(None, {"strategy.period": 8}, ["ddp", "diloco"])
     >>> found["ddp"].config.strategy.arguments, found["diloco"].config.strategy.arguments["period"]
@@ -64,14 +64,13 @@ def contestants(file: Path | None, overrides: Mapping[str, Any], names: Sequence
 
 def _contestant(file: Path | None, overrides: Mapping[str, Any], name: str) -> Contestant:
     config, given = read_config(file, {**overrides, "strategy.name": name}), _given(file, overrides, name)
+    if _TUNED in given:  # and what the recipe says of the outer step was found with another one
+        return Contestant(config, False, f"{name}: {_TUNED} = {config.options['lr']}, as given for all")
     recipe = recipe_for(config.task, name)
-    if recipe is not None:
-        config = config.with_(**{key: value for key, value in recipe.values.items() if key not in given})
-    if _TUNED in given:
-        return Contestant(config, False, f"{name}: {_TUNED} = {config.options['lr']:g}, as given for all")
     if recipe is None:
         return Contestant(config, False, f"{name}: the task's own learning rate; no recipe has one tuned for it")
-    return Contestant(config, True, f"{name}: {_TUNED} = {config.options['lr']:g}, from the recipe {recipe.name}")
+    config = config.with_(**{key: value for key, value in recipe.values.items() if key not in given})
+    return Contestant(config, True, f"{name}: {_TUNED} = {config.options['lr']}, from the recipe {recipe.name}")
 
 
 def _given(file: Path | None, overrides: Mapping[str, Any], name: str) -> set[str]:

@@ -61,6 +61,7 @@ def test_each_strategy_has_the_learning_rate_of_its_recipe_unless_one_was_given(
     given = contestants(None, {"options.lr": 0.25}, names)
     assert {entry.config.options["lr"] for entry in given.values()} == {0.25}
     assert not any(entry.tuned for entry in given.values())
+    assert given["diloco"].config.strategy == Config().strategy
 
 
 def test_what_was_given_wins_over_the_recipe_even_if_it_is_the_default(tmp_path: Path) -> None:

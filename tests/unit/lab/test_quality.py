@@ -14,7 +14,8 @@ from lab.quality.inner import StackedMuon
 from lab.quality.model import SHAPES, Stack, new_model
 from lab.quality.records import Records
 from lab.quality.search import Axis, search
-from lab.quality.training import Setting
+from lab.quality.text import Text
+from lab.quality.training import Setting, train
 
 from cadenza.optim import muon_and_adamw
 
@@ -142,6 +143,14 @@ def test_every_entry_of_the_queue_can_be_built() -> None:
             assert studies.find(entry.of)
 
 
+def test_a_run_that_diverges_is_a_result_and_not_the_end_of_the_queue() -> None:
+    words = torch.randint(97, 105, (3, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    strategy = {"name": "diloco", "period": 2, "outer_lr": 1e30, "outer_momentum": 0.9}
+    setting = Setting(strategy, 2, 1, lr=1e-3, seed=1, size="35k", tokens=12 * 2 * 64)
+    result = train(setting, compiled=False, text=Text(*words.repeat(1, 40)))
+    assert math.isnan(result["validation"])
+
+
 def fake_loss(setting: Setting) -> float:
     """A loss that is lowest at lr 4e-3 and momentum 0.6; four workers are 3 % worse than one, seeds differ a little."""
     off = abs(math.log2(setting.lr / 4e-3)) + abs(setting.strategy.get("outer_momentum", 0.6) - 0.6)
@@ -151,6 +160,7 @@ def fake_loss(setting: Setting) -> float:
 
 
 def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     records = Records(tmp_path)
     wanted = {"ddp", "diloco 4 workers period 30", "diloco 2 workers period 30", "int8 with feedback"}
     while runs := [setting for name, setting in studies.missing(records) if name in wanted]:
