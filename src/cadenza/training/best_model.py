@@ -46,11 +46,6 @@ class BestModel:
         self._run, self._metric, self._warn = run, metric, warn
         self._sign = 1.0 if metric in higher_is_better else -1.0
 
-    def forget(self) -> None:
-        """Delete what an earlier training has kept, which this one does not go on from."""
-        self._run.best_note.unlink(missing_ok=True)
-        self._run.best_model.unlink(missing_ok=True)
-
     def offer(self, step: int, model: torch.nn.Module) -> None:
         """Write down the average of this step: it may turn out to be the best."""
         try:

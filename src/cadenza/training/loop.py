@@ -100,8 +100,7 @@ class _Loop:
         self.stepper = Stepper(job, recorder)
         self.checkpoints = Checkpoints(run, job, crew)
         source = f"evaluate(model, worker, workers) of the task {self.config.task}"
-        self.best = self._best_model()
-        self.held_out = HeldOut(job, crew.shares(source), source=source, best=self.best)
+        self.held_out = HeldOut(job, crew.shares(source), source=source, best=self._best_model())
         agreement = StopAgreement(
             crew.connect(), crew.connection, expected=self._present, all_must_answer=not self.config.faults.tolerant
         )
@@ -178,8 +177,8 @@ class _Loop:
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
-            if self.best is not None and not self.sync.clock:
-                self.best.forget()
+            if not self.sync.clock:
+                self.run.forget_best()
         step = self.sync.clock
         warn = partial(self.recorder.event, step, level="warning")
         self.recorder.boards = open_boards(self.run, step, warn)

@@ -135,6 +135,11 @@ class Run:
         os.replace(model, self.best_model)
         os.replace(note, self.best_note)
 
+    def forget_best(self) -> None:
+        """Delete the best model, of a training that this one does not go on from."""
+        self.best_note.unlink(missing_ok=True)
+        self.best_model.unlink(missing_ok=True)
+
     def summary(self) -> dict[str, Any] | None:
         """Return how the run ended; None if it did not."""
         return _read_json(self.summary_file) or None
