@@ -177,8 +177,7 @@ class _Loop:
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
-            if not self.sync.clock:
-                self.run.forget_best()
+            self.run.forget_best(kept=self.sync.clock > 0)
         step = self.sync.clock
         warn = partial(self.recorder.event, step, level="warning")
         self.recorder.boards = open_boards(self.run, step, warn)
@@ -278,6 +277,7 @@ class _Loop:
         totals = self.crew.add_up(self.recorder.to_add_up(), workers=len(self.sync.members))
         if writes:
             self.checkpoints.prune()  # by now all have written their parts, if they are fixed workers
+            self.run.forget_best(kept=True)
             self.run.write_summary(summary(self.job, self.recorder, status, totals))
         self.log.write(self.recorder, self.sync.clock)
         self.recorder.writer.write("end", self.sync.clock, status=status, error=None)
