@@ -45,10 +45,14 @@ def build(config: Config) -> Task:
         return F.cross_entropy(model(pixels), labels)
 
     def evaluate(model, worker, workers):
-        """Return the sum of the losses over this worker's share of the held-out digits, and how many they are."""
+        """Return sums over this worker's share of the held-out digits, each with how many digits they are of."""
         device = next(model.parameters()).device
         pixels, labels = (tensor[worker::workers].to(device) for tensor in held_out)
-        return F.cross_entropy(model(pixels), labels, reduction="sum").item(), len(labels)
+        guesses = model(pixels)
+        return {
+            "loss": (F.cross_entropy(guesses, labels, reduction="sum"), len(labels)),
+            "accuracy": ((guesses.argmax(1) == labels).sum(), len(labels)),
+        }
 
     return Task(
         model=model,
@@ -56,6 +60,7 @@ def build(config: Config) -> Task:
         batches=batches,
         loss=loss,
         evaluate=evaluate,
+        higher_is_better=["accuracy"],
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
         unit="digits",
     )

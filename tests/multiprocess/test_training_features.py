@@ -150,5 +150,7 @@ def test_what_a_task_gets_wrong_is_said(tmp_path: Path, options: dict[str, Any],
 def test_training_from_scratch_forgets_the_best_model(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     run.best_note.write_text('{"step": 9, "metric": "accuracy", "value": 1e9}')
+    run.candidate(9).touch()  # of a process that was killed
     run_worker(run.folder)
     assert run.best()["value"] < 1e9
+    assert not run.candidate(9).exists()

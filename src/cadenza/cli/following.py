@@ -21,6 +21,7 @@ from cadenza.training.metrics import metrics_file
 __all__ = ["Follower", "Progress", "WorkerProgress"]
 
 _STEP = b'{"kind": "step"'
+_VALUES = b'{"kind": "values"'  # of the task's own, which only the report shows
 _LONGEST_LINE = 1 << 20
 _MOST_LOSSES = 400  # of the curve that is shown
 _RATE_WINDOW_S = 15.0  # how far back the speed that is shown looks
@@ -237,7 +238,7 @@ class Follower:
             added = file.read()
         whole = added[: added.rfind(b"\n") + 1]  # the rest is still being written
         self._places[path] = self._places.get(path, 0) + len(whole)
-        lines = whole.splitlines()
+        lines = [line for line in whole.splitlines() if not line.startswith(_VALUES)]
         for number, line in enumerate(lines):
             last_step = number + 1 == len(lines) or not lines[number + 1].startswith(_STEP)
             if not line.startswith(_STEP) or last_step:

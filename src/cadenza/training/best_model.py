@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 import torch
 
@@ -29,6 +28,7 @@ class BestModel:
         warn: What is told if a model could not be written.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from cadenza.training.config import Config
     >>> from cadenza.training.runs import create
     >>> run = create(Path(tempfile.mkdtemp()) / "first", Config())
@@ -46,15 +46,10 @@ class BestModel:
         self._run, self._metric, self._warn = run, metric, warn
         self._sign = 1.0 if metric in higher_is_better else -1.0
 
-    def forget(self) -> None:
-        """Delete what an earlier training has kept, which this one does not go on from."""
-        self._run.best_note.unlink(missing_ok=True)
-        self._run.best_model.unlink(missing_ok=True)
-
     def offer(self, step: int, model: torch.nn.Module) -> None:
         """Write down the average of this step: it may turn out to be the best."""
         try:
-            write_model(self._candidate(step), model)
+            write_model(self._run.candidate(step), model)
         except CadenzaError as error:  # a full disk must not end the training
             self._warn(str(error))
 
@@ -65,7 +60,7 @@ class BestModel:
                 f'checkpoint.keep_best = "{self._metric}": the task\'s evaluate() measures no such metric, but '
                 f"{', '.join(found.metrics)}."
             )
-        candidate = self._candidate(found.step)
+        candidate = self._run.candidate(found.step)
         if not found.write or not candidate.exists():
             return
         value = found.metrics[self._metric]
@@ -83,6 +78,3 @@ class BestModel:
         if before is None or before.get("metric") != self._metric:
             return math.isfinite(value)
         return self._sign * value > self._sign * float(before["value"])
-
-    def _candidate(self, step: int) -> Path:
-        return self._run.folder / f"best-candidate-{step:08}.safetensors"

@@ -100,8 +100,7 @@ class _Loop:
         self.stepper = Stepper(job, recorder)
         self.checkpoints = Checkpoints(run, job, crew)
         source = f"evaluate(model, worker, workers) of the task {self.config.task}"
-        self.best = self._best_model()
-        self.held_out = HeldOut(job, crew.shares(source), source=source, best=self.best)
+        self.held_out = HeldOut(job, crew.shares(source), source=source, best=self._best_model())
         agreement = StopAgreement(
             crew.connect(), crew.connection, expected=self._present, all_must_answer=not self.config.faults.tolerant
         )
@@ -185,8 +184,7 @@ class _Loop:
             self.run.write_environment({**self.run.environment(), "hosts": hosts})
         if not joined:
             self.run.summary_file.unlink(missing_ok=True)  # of an end that was not the last
-            if self.best is not None and not self.sync.clock:
-                self.best.forget()
+            self.run.forget_best(kept=self.sync.clock > 0)
 
     def _keep_drawing(self) -> None:
         """Draw the loggers' curves while this worker leads."""
@@ -295,6 +293,7 @@ class _Loop:
         totals = self.crew.add_up(self.recorder.to_add_up(), workers=len(self.sync.members))
         if writes:
             self.checkpoints.prune()  # by now all have written their parts, if they are fixed workers
+            self.run.forget_best(kept=True)
             self.run.write_summary(summary(self.job, self.recorder, status, totals))
         self.log.write(self.recorder, self.sync.clock)
         self.recorder.writer.write("end", self.sync.clock, status=status, error=None)

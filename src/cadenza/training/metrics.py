@@ -36,7 +36,8 @@ __all__ = ["NO_ROOM", "Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_
 Line: TypeAlias = dict[str, Any]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FLUSH_S = 0.25  # how long lines of steps may wait for others before they are written
+_OFTEN = ("step", "values")
+_FLUSH_S = 0.25  # how long lines of these kinds may wait for others before they are written
 
 
 class Stopwatch:
@@ -64,7 +65,7 @@ def metrics_file(worker: int) -> str:
 
 
 class MetricsWriter:
-    """Appends lines to a worker's file: those of steps together a few times a second, all others at once.
+    """Appends lines to a worker's file: those that come often together a few times a second, all others at once.
 
     What a crash left of a last line is cut off first.
     """
@@ -87,7 +88,7 @@ class MetricsWriter:
         except ValueError:
             text = json.dumps(plain(line), allow_nan=False)
         self._waiting.append(text)
-        if kind != "step" or now - self._flushed >= _FLUSH_S:
+        if kind not in _OFTEN or now - self._flushed >= _FLUSH_S:
             self.flush()
 
     def flush(self) -> None:

@@ -135,6 +135,18 @@ class Run:
         os.replace(model, self.best_model)
         os.replace(note, self.best_note)
 
+    def candidate(self, step: int) -> Path:
+        """Return the file of an average that may turn out to be the best model."""
+        return self.folder / f"best-candidate-{step:08}.safetensors"
+
+    def forget_best(self, *, kept: bool = False) -> None:
+        """Delete candidates that nobody has judged and, unless it is to be kept, the best model."""
+        for path in self.folder.glob("best-candidate-*"):
+            path.unlink(missing_ok=True)
+        if not kept:
+            self.best_note.unlink(missing_ok=True)
+            self.best_model.unlink(missing_ok=True)
+
     def summary(self) -> dict[str, Any] | None:
         """Return how the run ended; None if it did not."""
         return _read_json(self.summary_file) or None

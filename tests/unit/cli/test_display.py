@@ -69,7 +69,8 @@ def test_what_is_added_is_read_once_and_a_line_that_is_half_written_later(tmp_pa
 
 
 def test_only_the_last_of_many_steps_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(tmp_path, 0, START, *(step(number) for number in range(1, 1001)))
+    values = {"kind": "values", "elapsed": 1.0, "step": 1, "values": {"norm": 2.5}}
+    append(tmp_path, 0, START, *(line for number in range(1, 1001) for line in (step(number), values)))
     parsed: list[bytes] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))

@@ -336,3 +336,29 @@ def test_rates_and_each_workers_loss_are_drawn_and_zoom_together(tmp_path: Path)
     assert linked == {"loss-steps", "learning-rate", "throughput", "loss-workers"}
     assert len(page.figures["loss-workers"][0]["data"]) == PLAIN.workers
     assert all(rate > 0 for rate in page.figures["throughput"][0]["data"][0]["y"])
+
+
+def test_metrics_of_the_task_are_compared_and_drawn(tmp_path: Path) -> None:
+    folders = []
+    for name, accuracy in (("one", [0.5, 0.9, 0.8]), ("two", [0.4, 0.6, 0.7])):
+        folder = MadeUpRun(steps=60, workers=2).write(tmp_path / name)
+        folders.append(folder)
+        path = folder / "metrics" / "worker-00000.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        values = iter(accuracy)
+        for line in lines:
+            if line["kind"] == "start":
+                line["higher_is_better"] = ["accuracy"]
+            if line["kind"] == "evaluation":
+                line["metrics"] = {"accuracy": next(values)}
+            if line["kind"] == "step":
+                line["values"] = {"<norm>": 2.0 * line["step"]}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(write_report(folders, tmp_path / "report.html"))
+    rows = {row[0]: row[1:] for row in page.tables["The runs beside each other"]}
+    assert [float(cell) for cell in rows["held-out accuracy, highest"]] == [0.9, 0.7]
+    assert re.search(r"one has the highest held-out accuracy \(0\.90*\)", page.text)
+    drawn = [trace["y"] for trace in page.figures["metric-0"][0]["data"]]
+    assert drawn == [[0.5, 0.9, 0.8], [0.4, 0.6, 0.7]]
+    assert page.figures["value-0"][0]["data"][0]["y"][-1] == 120.0
+    assert "<norm>" not in page.text  # names from files are only text

@@ -23,19 +23,16 @@ from cadenza.cli.report.values import metric_names, metric_rows
 __all__ = ["comparison_table", "event_table", "same_loss", "summary_tables", "tiles", "verdict"]
 
 _LOSSES, _RESULTS = 3, 10  # of the figures, how many tell of the loss and of all that came of a run
-# The rows in which one run is better than another, by how their names begin, and what the best one is.
+# The rows in which one run is better than another, by how their names begin or end, and what the best one is.
 _BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "held-out loss": min,
     "training loss": min,
     "time": min,
     "sent": min,
     "standing still": min,
-    "tokens a second": max,
-    "samples a second": max,
 }
-_CHOICES: dict[str, Callable[[Iterable[float]], float]] = {"lowest": min, "highest": max}
+_CHOICES: dict[str, Callable[[Iterable[float]], float]] = {"lowest": min, "highest": max, "all workers": max}
 _VERDICT = {
-    "held-out loss, lowest": "the lowest held-out loss",
     "time to held-out loss": "the shortest time to the loss that all reached",
     "sent to held-out loss": "the fewest bytes to it",
     "standing still, of the time": "the least standing still",
@@ -76,9 +73,6 @@ def summary_tables(run: RunData) -> list[Table]:
 def comparison_table(runs: Sequence[RunData]) -> Table:
     """Return the runs beside each other, a run a column; first what they are compared for."""
     columns = [_figures(run) for run in runs]
-    metrics = metric_names(runs)
-    for run, column in zip(runs, columns, strict=True):
-        column[_LOSSES:_LOSSES] = metric_rows(run, metrics)
     target = same_loss(runs)
     if target is not None:
         for run, column in zip(runs, columns, strict=True):
@@ -87,6 +81,9 @@ def comparison_table(runs: Sequence[RunData]) -> Table:
                 (f"time to held-out loss {loss_text(target)} (s)", number_cell(seconds, seconds_text)),
                 (f"sent to held-out loss {loss_text(target)} (bytes)", number_cell(sent, bytes_text)),
             ]
+    metrics = metric_names(runs)
+    for run, column in zip(runs, columns, strict=True):
+        column[_LOSSES:_LOSSES] = metric_rows(run, metrics)
     rows = []
     for figures in zip(*columns, strict=True):
         name, cells = figures[0][0], [cell for _, cell in figures]
@@ -99,11 +96,21 @@ def verdict(runs: Sequence[RunData]) -> str:
     table = comparison_table(runs)
     found: dict[str, list[str]] = {}
     for heading, *cells in table.rows:
-        name = next((text for start, text in _VERDICT.items() if heading.text.startswith(start)), "")
+        name = _metric(heading.text) or next((v for start, v in _VERDICT.items() if heading.text.startswith(start)), "")
         for run, cell in zip(runs, cells, strict=True):
             if cell.best and name:
                 found.setdefault(run.name, []).append(f"{name} ({cell.text})")
     return " ".join(f"{name} has {_listed(best)}." for name, best in found.items())
+
+
+def _metric(heading: str) -> str:
+    """Return what the best run of a row has, if the row is a held-out metric's best value.
+
+    >>> _metric("held-out loss, lowest"), _metric("time")
+    ('the lowest held-out loss', '')
+    """
+    name, _, word = heading.rpartition(", ")
+    return f"the {word} {name}" if name.startswith("held-out ") and word in ("lowest", "highest") else ""
 
 
 def same_loss(runs: Sequence[RunData]) -> float | None:

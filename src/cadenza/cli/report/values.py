@@ -16,6 +16,7 @@ __all__ = ["metric_names", "metric_rows", "value_charts"]
 
 _POINTS = 500  # of a line
 _CHARTS = 12  # of each kind
+_MARKED = 60  # a line of more points has no room for symbols
 
 
 def metric_names(runs: Sequence[RunData]) -> list[str]:
@@ -62,7 +63,7 @@ def _trace(number: int, run: RunData, points: list[tuple[int, float]], several: 
     chosen = [points[index] for index in keep_every(len(points), _POINTS)]
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines+markers" if len(chosen) <= _MARKED else "lines",
         "x": rounded([float(step) for step, _ in chosen], 7),
         "y": rounded([value for _, value in chosen]),
         "meta": {"run": number, "name": f"{escape(run.name)}<br>" if several else ""},
