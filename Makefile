@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 VENV_PYTHON := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format bench race docs clean
+.PHONY: help install train test lint format bench race docs figures clean
 
 help: ## list the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +39,11 @@ race: $(STAMP) ## Cadenza against its rivals on emulated links, under 15 minutes
 	$(VENV_PYTHON) -m pip install --quiet -c constraints.txt matplotlib
 	$(VENV_PYTHON) -m lab.race headline $(ARGS)
 
-docs: $(STAMP) ## build the documentation into site/; a broken link is an error
+docs: $(STAMP) ## build the documentation into site/ (open site/index.html); a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: $(STAMP) ## put the figures of lab/results into README and docs
+	$(VENV_PYTHON) -m docs_tools.figures --write
 
 clean: ## remove what was built or cached, and .venv
 	rm -rf $(VENV) .venv-race build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

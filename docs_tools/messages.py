@@ -13,7 +13,7 @@ __all__ = ["messages", "raised"]
 
 @functools.cache
 def raised() -> dict[str, list[tuple[str, str]]]:
-    """Return the texts with which each error is made, by the error's name, each with its module; `…` stands for values."""
+    """Return the texts with which each error is made, and the modules that do, by its name; `…` stands for values."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for path in source_files():
         for node in ast.walk(ast.parse(path.read_text())):
