@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 
 from docs_tools.keywords import keyword_page_of, module_of, source_files
@@ -19,7 +20,7 @@ def raised() -> dict[str, list[tuple[str, str]]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
                 text = _text(node.args[0])
-                if node.func.id.endswith("Error") and len(text) > 20:
+                if node.func.id.endswith("Error") and len(re.findall(r"\w+", text)) > 3:
                     found[node.func.id].append((text, module_of(path)))
     return dict(found)
 
