@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 VENV_PYTHON := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format bench race quality docs dist lock clean
+.PHONY: help install train test lint format bench race quality docs figures dist lock clean
 
 help: ## list the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ race: $(STAMP) ## Cadenza against its rivals on emulated links, under 15 minutes
 quality: $(STAMP) ## go on with the queue of learning quality for an hour (ARGS="--minutes N"); can be killed at any time
 	OMP_NUM_THREADS=1 nice -n 19 $(VENV_PYTHON) -m lab.quality run $(ARGS)
 
-docs: $(STAMP) ## build the documentation into site/; a broken link is an error
+docs: $(STAMP) ## build the documentation into site/ (open site/index.html); a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: $(STAMP) ## build wheel and sdist into dist/, twice: other bytes are an error
@@ -56,6 +56,9 @@ dist: $(STAMP) ## build wheel and sdist into dist/, twice: other bytes are an er
 
 lock: $(STAMP) ## pin in constraints.txt what .venv holds, and what that needs in turn
 	$(VENV_PYTHON) .ci/lock.py
+
+figures: $(STAMP) ## put the figures of lab/results into README and docs
+	$(VENV_PYTHON) -m docs_tools.figures --write
 
 clean: ## remove what was built or cached, and .venv
 	rm -rf .venv .venv-race .venv-torch-* build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

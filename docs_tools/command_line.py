@@ -46,7 +46,7 @@ def flags() -> tuple[Flag, ...]:
             if getattr(one, "hidden", False) or (not command and one.name in ("install_completion", "show_completion")):
                 continue
             option = one.param_type_name == "option"
-            names = tuple([*one.opts, *one.secondary_opts]) if option else (one.metavar or one.name.upper(),)
+            names = (*one.opts, *one.secondary_opts) if option else (one.metavar or one.name.upper(),)
             key = CONFIG_KEYS.get(one.name, "") if command == "train" else ""
             takes = "" if getattr(one, "is_flag", False) or not option else one.metavar or "VALUE"
             found.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -38,14 +39,23 @@ def settings() -> tuple[Setting, ...]:
         if isinstance(value, BaseModel):
             fields = type(value).model_fields
             found += [
-                Setting(f"{name}.{key}", repr(getattr(value, key)), one.description or "")
+                Setting(f"{name}.{key}", toml(getattr(value, key)), one.description or "")
                 for key, one in fields.items()
             ]
         else:
-            found.append(Setting(name, repr(value), field.description or ""))
+            found.append(Setting(name, toml(value), field.description or ""))
         if name == "strategy":
             found += _arguments_of_presets()
     return tuple(found)
+
+
+def toml(value: object) -> str:
+    """Return a value as the file has it.
+
+    >>> toml("int8"), toml(True), toml({})
+    ('"int8"', 'true', '{}')
+    """
+    return json.dumps(value)
 
 
 def _arguments_of_presets() -> list[Setting]:
@@ -60,7 +70,7 @@ def _arguments_of_presets() -> list[Setting]:
     for key, names in takers.items():
         if key == "codec":
             continue
-        values = {repr(value) for name in names if (value := defaults_of(name).get(key)) is not None}
+        values = {toml(value) for name in names if (value := defaults_of(name).get(key)) is not None}
         who = "" if len(names) == len(STRATEGIES) - 1 else f" Taken by {', '.join(names)}."
         default = values.pop() if len(values) == 1 else "the preset's"
         found.append(Setting(f"strategy.{key}", default, words.get(key, "") + who))

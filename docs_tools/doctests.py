@@ -1,4 +1,4 @@
-"""Makes Markdown of docstrings: it would take an example's ``>>>`` for a quotation (see reference.md)."""
+"""Makes Markdown of docstrings: it would take an example's ``>>>`` for a quotation."""
 
 import re
 

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from docs_tools.rooms import DOCS, ROOT
 from lab.race.figures import Finish, Times, quickest, target_of, ways
 from lab.race.plans import FULL
 from lab.race.runner import Results
+
+from docs_tools.rooms import DOCS, ROOT
 
 __all__ = ["CONTENDERS", "differing", "figure", "pages", "quickest_on", "rewritten"]
 

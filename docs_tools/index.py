@@ -1,4 +1,4 @@
-"""The index: every public name, parameter, setting, flag, error, report field, variable and word, and where each stands."""
+"""The index: every public name, parameter, setting, flag, error, report field, variable and word, and its places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = "reference/index-of-names.md"
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the index: what it is, and links as (page below docs, anchor, text); the first is where it is defined."""
+    """A row: what it is, and links as (page below docs, anchor, text), the first to where it is defined."""
 
     label: str
     kind: str
@@ -140,4 +140,5 @@ def _row(one: Entry) -> str:
         return place.replace(".md", ".html") + (f"#{anchor}" if anchor else "")
 
     links = [f'<a href="{escape(address(page, anchor))}">{escape(text)}</a>' for page, anchor, text in one.links]
-    return f'<li><code>{escape(one.label)}</code><span class="kind">{one.kind}</span><span class="at">{", ".join(links)}</span></li>'
+    label, places = escape(one.label), ", ".join(links)
+    return f'<li><code>{label}</code><span class="kind">{one.kind}</span><span class="at">{places}</span></li>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -97,7 +98,7 @@ def _row(module: str, one: Identifier) -> str:
     if page := _reference().get(f"{module}.{top}"):
         links.append(_link(f"../../{page}", f"{module}.{top}", "reference"))
     links += [_link(f"../../{page}", None, title) for page, title in mentions_of(one.name.rpartition(".")[2])]
-    told = f" {escape(one.told)}" if one.told else ""
+    told = " " + re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(one.told)) if one.told else ""
     return (
         f'<tr><td><code id="{escape(one.name)}">{escape(one.name)}</code></td><td>{one.kind}.{told}</td>'
         f"<td>{one.line}</td><td>{', '.join(links) or '–'}</td></tr>"

@@ -1,4 +1,4 @@
-"""What works with what, found by trying it: each preset with each choice, attached to a small model and trained.
+"""What works with what, found by trying it: each preset with each choice, and on each kind of model.
 
 A cell says yes if nothing was refused, and otherwise has the number of the library's own message.
 """
@@ -107,40 +107,27 @@ _GIVEN: dict[str, dict[str, Any]] = {
 _PERIOD = 2
 
 
-def _train(preset: str, column: Column) -> None:
-    """Make the strategy, attach it and take some steps; whatever cannot work raises."""
+def _try(preset: str, column: Column) -> None:
+    """Make the strategy; where the model is another one, attach it and train for a round. What cannot work raises."""
     make = getattr(presets, preset)
     shortest = {"period": _PERIOD} if "period" in inspect.signature(make).parameters else {}
     strategy = make(**{**shortest, **_GIVEN.get(preset, {}), **column.options()})
+    if column.group != "model":
+        return
     model = column.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", enabled=column.amp)
-    with _membership(strategy) as membership:
-        sync = cadenza.attach(model, optimizer, strategy, membership=membership)
-        for _ in range(_PERIOD + 1 if column.group == "model" else 0):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=column.amp):
-                loss = model(torch.ones(1, 4)).float().square().mean()
-            scaler.scale(loss).backward()
-            sync.average_gradients()
-            scaler.step(optimizer)
-            scaler.update()
-            sync.step()
-        sync.close()
-
-
-@contextmanager
-def _membership(strategy: cadenza.Strategy) -> Iterator[cadenza.Membership | None]:
-    """A place in a job of one worker, if the strategy wants one."""
-    if not strategy.faults.tolerant:
-        yield None
-        return
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    membership = cadenza.join(f"127.0.0.1:{store.port}", worker=0, workers=1)
-    try:
-        yield membership
-    finally:
-        membership.close()
+    sync = cadenza.attach(model, optimizer, strategy)
+    for _ in range(_PERIOD + 1):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=column.amp):
+            loss = model(torch.ones(1, 4)).float().square().mean()
+        scaler.scale(loss).backward()
+        sync.average_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        sync.step()
+    sync.close()
 
 
 ITS_OWN = "The preset makes this choice itself; compose a Strategy of your own to make another."
@@ -155,7 +142,7 @@ def tried() -> tuple[Cell, ...]:
         for preset in presets.__all__:
             for column in COLUMNS:
                 try:
-                    _train(preset, column)
+                    _try(preset, column)
                     refused = ""
                 except TypeError as error:  # Python's own: the preset has no such argument, or gives it itself
                     refused = str(error) if "argument" not in str(error) else ITS_OWN
@@ -176,9 +163,8 @@ def matrix() -> str:
         for preset in presets.__all__:
             row = "".join(_cell(cells[preset, name], notes) for name in own)
             rows.append(f'<tr><th scope="row"><code>{preset}</code></th>{row}</tr>')
-        parts.append(
-            f"## {_TITLES[group]}\n\n<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        )
+        table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        parts.append(f"## {_TITLES[group]}\n\n{table}")
     listed = "".join(f'<li id="why-{number}">{escape(note)}</li>' for number, note in enumerate(notes, 1))
     return "\n\n".join(parts) + f'\n\n## Why not\n\n<ol class="why">{listed}</ol>\n'
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 
 from docs_tools.keywords import keyword_page_of, module_of, source_files
@@ -13,13 +14,13 @@ __all__ = ["messages", "raised"]
 
 @functools.cache
 def raised() -> dict[str, list[tuple[str, str]]]:
-    """Return the texts with which each error is made, by the error's name, each with its module; `…` stands for values."""
+    """Return the texts with which each error is made, and the modules that do, by its name; `…` stands for values."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for path in source_files():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
                 text = _text(node.args[0])
-                if node.func.id.endswith("Error") and len(text) > 20:
+                if node.func.id.endswith("Error") and len(re.findall(r"\w+", text)) > 3:
                     found[node.func.id].append((text, module_of(path)))
     return dict(found)
 

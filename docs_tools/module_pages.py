@@ -58,7 +58,7 @@ def _test_texts() -> dict[str, str]:
 
 
 def tests_of(room: Room) -> list[str]:
-    """Return the test files of a room: those in a folder of its name, and those that import from it or name its pieces."""
+    """Return the test files of a room: those in a folder of its name, and those that import from it."""
     names = {module.rpartition(".")[2] for module in room.modules}
     imports = re.compile(rf"(?:from|import) (?:{'|'.join(re.escape(module) for module in room.modules)})\b")
     found = []

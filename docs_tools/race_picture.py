@@ -38,6 +38,6 @@ def race() -> str:
     return (
         f'<figure class="race"><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="Seconds to the same loss: {escape("; ".join(told))}">{"".join(rows)}</svg>'
-        "<figcaption>Seconds to the same held-out loss: a small GPT on four emulated hosts behind links of 100 Mbit/s, each "
-        'contender by its own code. <a href="benchmarks.html">How it was measured</a></figcaption></figure>'
+        "<figcaption>Seconds to the same held-out loss: a small GPT on four emulated hosts behind links of 100 Mbit/s, "
+        'each contender by its own code. <a href="benchmarks.html">How it was measured</a></figcaption></figure>'
     )

@@ -11,7 +11,7 @@ __all__ = ["SearchIndex"]
 
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5")
 # Pages that list everything would be found for every word; the source files' pages only by their names.
-_ONLY_TITLES = ("reference/index-of-names", "reference/files/")
+_ONLY_TITLES = ("reference/index-of-names", "reference/source-files", "reference/files/")
 # How much a page counts: what people look for first is how to do something.
 _WEIGHTS = (("decisions/", 0.5), ("reference/files/", 0.3), ("modules/", 0.8), ("planning-accuracy", 0.5))
 

@@ -83,7 +83,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub(r"<table\b", '<div class="table" tabindex="0"><table', content).replace(
         "</table>", "</table></div>"
     )
-    content = content.replace("<th></th>", "<td></td>")
+    content = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", content)  # a heading of nothing is no heading
     _search.add(page.file.dest_uri, str(page.title), content)
     return content
 

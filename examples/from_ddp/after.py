@@ -1,4 +1,4 @@
-"""The same with Cadenza: torchrun --standalone --nproc-per-node 2 after.py"""
+"""The same script with Cadenza; torchrun --standalone --nproc-per-node 2 after.py starts it."""
 
 import argparse
 from pathlib import Path

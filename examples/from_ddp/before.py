@@ -1,4 +1,4 @@
-"""A usual DDP script: torchrun --standalone --nproc-per-node 2 before.py"""
+"""A usual DDP script; torchrun --standalone --nproc-per-node 2 before.py starts it."""
 
 import argparse
 from pathlib import Path

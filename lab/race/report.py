@@ -13,7 +13,7 @@ from lab.race.figures import Finish, Times, final_losses, link_allows, quickest,
 from lab.race.plans import ENTRIES, FULL, Scale
 from lab.race.runner import Link, Results, bits_a_second
 
-__all__ = ["told", "write"]
+__all__ = ["filled", "told", "write"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -311,8 +311,12 @@ def told(race: str, results: Results, scale: Scale) -> str:
 
 def write(folder: Path, page: Path = PAGE, pictures: Path = PICTURES, scale: Scale = FULL) -> None:
     """Put every table whose results are there between its markers in the page, and draw the charts."""
-    text = page.read_text()
     charts.draw(folder, pictures, scale)
+    page.write_text(filled(page.read_text(), folder, scale))
+
+
+def filled(text: str, folder: Path, scale: Scale = FULL) -> str:
+    """Return a page with every table whose results are there between its markers."""
     paths = {race: path for race in plans.RACES if (path := folder / f"race_{race}.json").exists()}
     results = {race: Results(path) for race, path in paths.items()}
     for name, (needed, tell) in SECTIONS.items():
@@ -322,7 +326,7 @@ def write(folder: Path, page: Path = PAGE, pictures: Path = PICTURES, scale: Sca
                 file, shown = PICTURED[name]
                 parts.insert(0, f"![{shown}](img/{file})")
             text = insert(text, name, "\n\n".join(parts))
-    page.write_text(text)
+    return text
 
 
 def environment(paths: Sequence[Path]) -> str:

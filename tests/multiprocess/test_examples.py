@@ -109,17 +109,27 @@ def run_page(ranks: RankPool, page: Path, folder: Path, count: int | None = None
     return ranks.run(4, run_blocks, page, str(folder), count, init=False, env=env, timeout_s=110)
 
 
+def assert_printed(page: Path, printed: list[str]) -> None:
+    wrong = [
+        f"{page.name}, line {block.line}: the page says\n{block.printed}\nbut it prints\n{shown}"
+        for block, shown in zip(blocks(page), printed, strict=True)
+        if not doctest.OutputChecker().check_output(block.printed, shown, FLAGS)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("name", ["all-of-cadenza", "gpus"])
 def test_a_page_runs_as_it_stands(ranks: RankPool, name: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / f"{name}.md"
     first, *others = run_page(ranks, page, tmp_path)
     assert not any("".join(printed) for printed in others)
-    wrong = [
-        f"{page.name}, line {block.line}: the page says\n{block.printed}\nbut it prints\n{printed}"
-        for block, printed in zip(blocks(page), first, strict=True)
-        if not doctest.OutputChecker().check_output(block.printed, printed, FLAGS)
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert_printed(page, first)
+
+
+def test_pieces_of_ones_own_run_as_the_page_writes_them(ranks: RankPool, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "how-to" / "write-your-own.md"
+    [printed] = ranks.run(1, run_blocks, page, str(tmp_path), init=False, timeout_s=110)
+    assert_printed(page, printed)
 
 
 def test_the_readme_s_program_trains(ranks: RankPool, tmp_path: Path) -> None:

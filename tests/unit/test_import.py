@@ -106,11 +106,6 @@ def test_a_drop_in_name_has_an_example_that_runs(module: str, name: str) -> None
     assert result.failed == 0
 
 
-@pytest.mark.parametrize(("module", "name"), DROP_IN_NAMES)
-def test_a_drop_in_name_stands_in_the_reference(module: str, name: str) -> None:
-    assert f"::: {module}.{name}\n" in (ROOT / "docs" / "reference.md").read_text()
-
-
 def test_every_error_is_drawn_in_the_tree_and_can_be_caught_as_a_built_in_one() -> None:
     from cadenza import errors
 

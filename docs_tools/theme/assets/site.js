@@ -55,7 +55,7 @@ function score(section, words, phrase) {
     if (inTitle < 0 && inText < 0) continue;
     all += 1;
     if (inTitle >= 0) sum += inTitle === 0 || /\W/.test(section.head[inTitle - 1]) ? 8 : 3;
-    if (inText >= 0) sum += 1;
+    if (inText >= 0) sum += Math.min(section.low.split(word).length - 1, 6) / 3;
   }
   if (all < words.length) return 0;
   if (section.title.toLowerCase() === phrase) sum += 30;

@@ -228,8 +228,8 @@ def _entry_of(worker: int, entries: Mapping[int, _Saved]) -> _Saved:
     if worker not in entries:
         raise CheckpointError(
             f"This worker goes on from what worker {worker} saved, which is not in this state: it has the entries of "
-            f"workers {sorted(entries)}. Merge the dicts of all workers, or load the one that was saved by {worker}. One "
-            "rank's dict in torch.save() is not the run: save by cadenza.checkpoint.save() on every rank."
+            f"workers {sorted(entries)}. Merge the dicts of all workers, or load the one that was saved by {worker}. "
+            "One rank's dict in torch.save() is not the run: save by cadenza.checkpoint.save() on every rank."
         )
     return entries[worker]
 
