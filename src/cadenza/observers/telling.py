@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from cadenza.common.wording import count_workers
 from cadenza.reports import RoundReport
 
 __all__ = ["Observer", "log", "notify"]
@@ -74,5 +75,5 @@ def _line(report: RoundReport) -> str:
         error = "" if report.codec_error is None else f" with error {report.codec_error:.3g}"
         parts.append(report.codec + error)
     if report.participants:
-        parts.append(f"{len(report.participants)} workers")
+        parts.append(count_workers(len(report.participants)))
     return f"step {report.step}: " + ", ".join(parts)

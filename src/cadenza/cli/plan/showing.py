@@ -10,6 +10,7 @@ from rich.table import Table
 
 from cadenza.cli.amounts import bit_rate, byte_size, duration
 from cadenza.cli.plan.candidates import shown_codec
+from cadenza.common.wording import count_workers
 
 __all__ = ["show"]
 
@@ -36,9 +37,10 @@ def _show_inputs(told: dict[str, Any], console: Console) -> None:
     cluster = inputs["cluster"]
     rate = bit_rate(cluster["link"]["up"] / 8)
     sites = f" in {cluster['sites']} sites" if cluster["sites"] > 1 else ""
+    workers = count_workers(cluster["workers"])
     console.print(
         f"[bold]cadenza plan[/bold]: {inputs['parameters'] / 1e6:g} M parameters, {duration(cluster['step_s'])} a "
-        f"step, {cluster['workers']} workers{sites} on links of {rate}; target {inputs['target_utilisation']:.1%}"
+        f"step, {workers}{sites} on links of {rate}; target {inputs['target_utilisation']:.1%}"
     )
     for source in inputs["sources"]:
         console.print(f"Taken: {source}.", markup=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from cadenza.cli.plan.candidates import as_toml, build
 from cadenza.cli.plan.wishes import Wishes
+from cadenza.common.wording import count_workers
 from cadenza.errors import UsageError
 from cadenza.planning.simulator import SimulatedRound, Simulation, simulate
 from cadenza.training.metrics import metrics_file
@@ -97,7 +98,7 @@ def _lines(
 
 def _round(round_: SimulatedRound, codec: str, size: int, stall_s: float) -> dict[str, Any]:
     if round_.failed:
-        reason = f"{round_.absent} workers were gone"
+        reason = f"{count_workers(round_.absent)} {'was' if round_.absent == 1 else 'were'} gone"
         return _line("failed", round_.step, round_.landed_s, fragment=round_.fragment, reason=reason, absent=[])
     return _line(
         "round",
