@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 from cadenza.codecs.base import Codec
@@ -13,6 +12,7 @@ from cadenza.codecs.native import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 from cadenza.common.checks import check_whole_number
 from cadenza.common.later import torch
+from cadenza.common.streams import made_once
 
 __all__ = ["e3m0"]
 
@@ -219,7 +219,7 @@ def _scales(fine: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (_table(fine.device)[fine.to(torch.int64)] * scales).unsqueeze(1)
 
 
-@cache
+@made_once
 def _table(device: torch.device) -> torch.Tensor:
     return torch.tensor([2.0 ** (-c / 4) for c in range(256)], dtype=torch.float32, device=device)
 
