@@ -11,15 +11,30 @@ it is installed the device stays for the life of the process, so tests use it in
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from support.fake_streams import (
+    Clock,
+    Copy,
+    Event,
+    Misuse,
+    Stream,
+    come_after,
+    copies,
+    current_stream,
+    here,
+    host_waits,
+    lock,
+    no_host_waits,
+    set_stream,
+    settle,
+)
 
 __all__ = ["DEVICE", "DeviceTensor", "Misuse", "freed_too_early", "install", "no_host_waits", "on_device", "settle"]
 
@@ -32,133 +47,28 @@ MAKES_MEMORY = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_
 NAMES_MEMORY = {("packing", "_read"), ("bucket", "_span")}
 
 
-class Misuse(AssertionError):
-    """Something that would be wrong on a real device."""
-
-
-Clock = dict[int, int]  # how far each stream was known to be
-
-
-class Stream:
-    """A stream: it knows what it comes after."""
-
-    _count = 0
-
-    def __init__(self, device: Any = DEVICE) -> None:
-        self.device = device
-        self.id = Stream._count
-        Stream._count += 1
-        self.clock: Clock = {}
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        with _lock:
-            _come_after(event.clock, self.clock)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        with _lock:
-            _come_after(self.clock, event.clock)
-
-    def synchronize(self) -> None:
-        _host_waits(self.clock, "Stream.synchronize")
-
-
-class Event:
-    """An event: how far its stream was when it was recorded."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.clock: Clock = {}
-
-    def synchronize(self) -> None:
-        _host_waits(self.clock, "Event.synchronize")
+_blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+_pinned: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets the address
+_installed: list[torch.library.Library] = []
+freed_too_early: list[str] = []
 
 
 class Block:
     """Memory of the device, and who has used it."""
 
     def __init__(self) -> None:
-        self.home = _stream()
+        self.home = current_stream()
         self.written: tuple[int, int] | None = None
         self.used: Clock = {}
         self.kept: set[int] = set()
 
     def __del__(self) -> None:
-        if _lock is None:  # at the end of the process
+        if lock is None:  # at the end of the process
             return  # type: ignore[unreachable]
-        with _lock:
+        with lock:
             for stream, tick in self.used.items():
                 if stream not in self.kept | {self.home.id} and tick > self.home.clock.get(stream, 0):
                     freed_too_early.append(f"memory of stream {self.home.id} was freed while stream {stream} used it")
-
-
-class Copy:
-    """A copy between the device and pinned memory that the host has not waited for yet."""
-
-    def __init__(self, host: torch.Tensor, values: torch.Tensor, stream: Stream, *, arrives: bool) -> None:
-        self.host, self.values, self.arrives = host, values, arrives
-        self.stream, self.tick = stream.id, stream.clock[stream.id]
-
-    def finish(self) -> None:
-        if self.arrives:
-            self.host.copy_(self.values)
-        elif not torch.equal(_bits(self.host), _bits(self.values)):
-            raise Misuse("Pinned memory was changed while it was copied to the device.")
-
-
-_lock = threading.RLock()
-_default = Stream()
-_here = threading.local()  # the current stream, what the host knows, whether it may wait
-_blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-_pinned: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets the address
-_copies: list[Copy] = []
-_installed: list[torch.library.Library] = []
-freed_too_early: list[str] = []
-host_waits: list[tuple[str, str]] = []  # of which thread, for what
-
-
-def _stream(device: Any = None) -> Stream:
-    found: Stream = getattr(_here, "stream", _default)
-    return found
-
-
-def _set_stream(stream: Stream) -> None:
-    _here.stream = stream
-
-
-def _come_after(clock: Clock, other: Clock) -> None:
-    for stream, tick in other.items():
-        clock[stream] = max(clock.get(stream, 0), tick)
-
-
-def _host_waits(clock: Clock, what: str) -> None:
-    if getattr(_here, "forbidden", ""):
-        raise Misuse(f"The host waits for the device ({what}) {_here.forbidden}.")
-    with _lock:
-        host_waits.append((threading.current_thread().name, what))
-        _here.known = getattr(_here, "known", {})
-        _come_after(_here.known, clock)
-        for copy in [copy for copy in _copies if copy.tick <= clock.get(copy.stream, 0)]:
-            _copies.remove(copy)
-            copy.finish()
-
-
-@contextmanager
-def no_host_waits(when: str) -> Iterator[None]:
-    """Let it be an error that this thread waits for the device, or copies from pageable memory."""
-    _here.forbidden = when
-    try:
-        yield
-    finally:
-        _here.forbidden = ""
-
-
-def settle() -> None:
-    """Wait for everything, as the end of a program does; then `freed_too_early` tells all."""
-    with _lock:
-        for copy in _copies:
-            copy.finish()
-        _copies.clear()
 
 
 class DeviceTensor(torch.Tensor):
@@ -209,7 +119,7 @@ class DeviceTensor(torch.Tensor):
 def _block_of(host: torch.Tensor) -> Block:
     """Return the block that a tensor's values lie in."""
     place = host.untyped_storage().data_ptr()
-    with _lock:
+    with lock:
         found = _blocks.get(place) if place else None
         if found is None:
             found = Block()
@@ -228,7 +138,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if kind.touches:
         _enter(*_accesses(kind, args, kwargs))
     if kind.name in HOST_READS:
-        _host_waits(_stream().clock, kind.name)
+        host_waits(current_stream().clock, kind.name)
     told = {key: torch.device("cpu") if key == "device" else _host(value) for key, value in kwargs.items()}
     out = func(*map(_host, args), **told)
     if out is None or kind.in_place:
@@ -287,9 +197,9 @@ def _accesses(kind: _Kind, args: Any, kwargs: Any) -> tuple[list[DeviceTensor], 
 
 def _enter(reads: list[DeviceTensor], writes: list[DeviceTensor]) -> None:
     """Do the next thing in the current stream; it must come after all whom it could disturb, or be disturbed by."""
-    with _lock:
-        stream = _stream()
-        _come_after(stream.clock, getattr(_here, "known", {}))
+    with lock:
+        stream = current_stream()
+        come_after(stream.clock, getattr(here, "known", {}))
         tick = stream.clock[stream.id] = stream.clock.get(stream.id, 0) + 1
         for tensor, writing in [*((x, False) for x in reads), *((x, True) for x in writes)]:
             block = tensor.block
@@ -332,14 +242,14 @@ def _copy(name: str, args: Any, kwargs: Any) -> Any:
 def _from_host(target: DeviceTensor, source: torch.Tensor, *, later: bool) -> None:
     fresh = target.block.written is None
     _enter([], [target])
-    with _lock:
+    with lock:
         _arrive_in_order(source)
         target.host.copy_(source)
         if later and _is_pinned(source):
-            _copies.append(Copy(source, source.clone(), _stream(), arrives=False))
+            copies.append(Copy(source, source.clone(), current_stream(), arrives=False))
             return
     if source.ndim:
-        _host_waits(_stream().clock, "a copy from pageable memory")
+        host_waits(current_stream().clock, "a copy from pageable memory")
         if fresh:
             target.block.written = None  # it is there, whoever gets it after this
 
@@ -347,30 +257,26 @@ def _from_host(target: DeviceTensor, source: torch.Tensor, *, later: bool) -> No
 def _to_host(target: torch.Tensor, source: DeviceTensor, *, later: bool) -> None:
     _enter([source], [])
     if later and _is_pinned(target):
-        with _lock:
+        with lock:
             _arrive_in_order(target)
-            _copies.append(Copy(target, source.host.to(target.dtype, copy=True), _stream(), arrives=True))
+            copies.append(Copy(target, source.host.to(target.dtype, copy=True), current_stream(), arrives=True))
             target.view(torch.uint8).fill_(255)  # NaN, in every precision
         return
-    _host_waits(_stream().clock, "a copy to the host")
+    host_waits(current_stream().clock, "a copy to the host")
     target.copy_(source.host)
 
 
 def _arrive_in_order(host: torch.Tensor) -> None:
     """Finish the copies of this memory that come before what the current stream does now."""
-    for copy in [copy for copy in _copies if _overlap(copy.host, host)]:
-        if copy.tick > _stream().clock.get(copy.stream, 0):
+    for copy in [copy for copy in copies if _overlap(copy.host, host)]:
+        if copy.tick > current_stream().clock.get(copy.stream, 0):
             raise Misuse("Pinned memory is used in a stream that did not wait for an earlier copy of it.")
-        _copies.remove(copy)
+        copies.remove(copy)
         copy.finish()
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
-
-
-def _bits(host: torch.Tensor) -> torch.Tensor:
-    return host.contiguous().view(torch.uint8)
 
 
 def _is_pinned(host: torch.Tensor) -> bool:
@@ -408,5 +314,5 @@ def install() -> None:
 
     torch.empty = empty_or_pinned  # type: ignore[assignment]
     torch.Stream, torch.Event = Stream, Event  # type: ignore[misc,assignment]
-    torch.accelerator.current_stream = _stream  # type: ignore[assignment]
-    torch.accelerator.set_stream = _set_stream  # type: ignore[assignment]
+    torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
+    torch.accelerator.set_stream = set_stream  # type: ignore[assignment]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import ClassVar
 
 from cadenza.codecs.base import Codec, ShapedCodec
@@ -13,6 +12,7 @@ from cadenza.codecs.checks import check_decode, check_encode
 from cadenza.codecs.pieces import piece_values, read
 from cadenza.common.checks import check_whole_number
 from cadenza.common.later import torch
+from cadenza.common.streams import made_once
 
 __all__ = ["dct"]
 
@@ -242,7 +242,7 @@ def _numel(grids: Sequence[Grid]) -> int:
     return sum(grid.numel for grid in grids)
 
 
-@cache
+@made_once
 def _basis(size: int, device: torch.device) -> torch.Tensor:
     """Return the orthonormal DCT-II times 2**24, a column a frequency, in whole numbers."""
     angles = [[math.pi * (2 * i + 1) * f / (2 * size) for f in range(size)] for i in range(size)]

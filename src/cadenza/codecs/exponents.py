@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 from cadenza.codecs.base import Codec
@@ -14,6 +13,7 @@ from cadenza.codecs.kernels import kernels_for
 from cadenza.codecs.pieces import in_pieces, like, read, writing
 from cadenza.common.checks import check_whole_number
 from cadenza.common.later import torch
+from cadenza.common.streams import made_once
 
 __all__ = ["e3m0", "inverses", "powers"]
 
@@ -229,7 +229,7 @@ def _powers(chosen: torch.Tensor) -> torch.Tensor:
     return powers(chosen.device)[chosen.to(torch.int64)].unsqueeze(1)
 
 
-@cache
+@made_once
 def powers(device: torch.device) -> torch.Tensor:
     """Return 2^(c/4) / 2^24 by the byte c of a group's scale.
 
@@ -239,7 +239,7 @@ def powers(device: torch.device) -> torch.Tensor:
     return torch.tensor([2.0 ** (c / 4) * _AWAY for c in range(256)], dtype=torch.float32, device=device)
 
 
-@cache
+@made_once
 def inverses(device: torch.device) -> torch.Tensor:
     """Return 2^(−c/4) by the byte c of a group's scale.
 

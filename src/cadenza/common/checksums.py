@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cache
 
 from cadenza.common.later import torch
+from cadenza.common.streams import made_once
 
 __all__ = ["ROWS", "checksum", "checksum_of_rows", "fingerprint"]
 
@@ -52,7 +52,7 @@ def _added_up(numbers: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % ROWS)).view(-1, ROWS).sum(0)
 
 
-@cache
+@made_once
 def _factors(device: torch.device) -> torch.Tensor:
     """Return odd numbers without a pattern."""
     data = b"".join(hashlib.blake2b(bytes([i])).digest() for i in range(ROWS // 8))

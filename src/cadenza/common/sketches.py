@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from cadenza.common.later import torch
+from cadenza.common.streams import made_once
 
 __all__ = ["BUCKETS", "Sketch", "spread_of"]
 
@@ -84,7 +85,7 @@ def _starts(first: int, pieces: int) -> torch.Tensor:
     return torch.tensor([int.from_bytes(digest, "little") for digest in digests], dtype=torch.int64)
 
 
-@cache
+@made_once
 def _signs(device: torch.device) -> torch.Tensor:
     data = b"".join(hashlib.blake2b(i.to_bytes(4, "little")).digest() for i in range(2 * _PIECE // 512))
     bits = torch.frombuffer(bytearray(data), dtype=torch.uint8).unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1

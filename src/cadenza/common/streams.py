@@ -15,8 +15,11 @@ tensor(3.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 from cadenza.common.later import torch
 from cadenza.errors import CadenzaError
@@ -28,8 +31,12 @@ __all__ = [
     "empty_on_host",
     "has_streams",
     "keep_for_stream",
+    "made_once",
     "refuse_capture",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps has one queue, in which all is in order
 
@@ -132,6 +139,27 @@ def keep_for_stream(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if has_streams(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def made_once(make: Callable[P, T]) -> Callable[P, T]:
+    """Let a function make a constant tensor once for the same arguments, however many threads ask for it at a time.
+
+    `functools.cache` may make it twice and drop the first one, of which the stream of another thread still reads.
+
+    >>> @made_once
+    ... def zeros(size):
+    ...     return torch.zeros(size)
+    >>> zeros(2) is zeros(2)
+    True
+    """
+    kept, lock = cache(make), threading.Lock()
+
+    @wraps(make)
+    def made(*args: P.args, **options: P.kwargs) -> T:
+        with lock:
+            return kept(*args, **options)  # type: ignore[arg-type]
+
+    return made
 
 
 def empty_on_host(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 import cadenza
 from cadenza.common import streams
-from cadenza.common.streams import Moment, SideStreams, keep_for_stream, refuse_capture
+from cadenza.common.streams import Moment, SideStreams, keep_for_stream, made_once, refuse_capture
 
 ONE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -100,6 +103,23 @@ def test_memory_is_kept_for_the_current_stream(accelerator: Accelerator) -> None
     with SideStreams().use([ONE]):
         keep_for_stream(tensors)
     assert told == ["kept for side 0"]
+
+
+def test_a_constant_is_made_once_for_all_threads() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    @made_once
+    def make(size: int) -> torch.Tensor:
+        time.sleep(0.05)  # long enough for the other thread to come to it
+        return torch.zeros(size)
+
+    def ask(_: int) -> torch.Tensor:
+        both.wait()
+        return make(2)
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(ask, range(2))
+    assert one is other is make(2)
 
 
 def test_torch_has_all_that_devices_are_asked_for() -> None:
