@@ -37,8 +37,8 @@ class Shrink:
 
         if not _is_commit_at(self.commit_at):
             raise ValueError(
-                "commit_at is a share of the last round's workers, above 0 and below 1, a whole number of workers from 1, "
-                f"or None for all of them; got {self.commit_at!r}."
+                "commit_at is a share of the last round's workers, above 0 and below 1, a whole number of workers from "
+                f"1, or None for all of them; got {self.commit_at!r}."
             )
 
     @property
