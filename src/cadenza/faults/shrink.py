@@ -21,7 +21,9 @@ class Shrink:
 
     min_workers: int = 1
     quorum: float = 0.5
-    commit_at: float | int | None = None
+    commit_at: float | int | None = field(
+        default=None, metadata={"local": "whoever proposes the members of a round decides, and all obey"}
+    )
     patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
     poison: Poison = field(default_factory=Poison)
     name: ClassVar[str] = "shrink"
