@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def work(worker: int, address: str, policy: str, slow: bool, path: Path) -> None:
     """Train until killed; write down, at every round, when it landed and how many own steps it has counted."""
-    torch.manual_seed(0)
+    torch.manual_seed(worker)
     torch.set_num_threads(1)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

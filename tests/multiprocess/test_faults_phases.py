@@ -67,6 +67,20 @@ def test_a_kill_at_any_phase_of_a_round_costs_nobody_else_anything(
     assert first["participants"][-1] == (0, len(phases) + 1)
 
 
+def die_while_the_others_connect(port: int) -> dict[str, Any]:
+    strategy = cadenza.diloco(period=PERIOD, outer_lr=0.5, faults=cadenza.shrink(**QUICK))
+    at = {1: {2 * PERIOD: arm("pack")}, 2: {2 * PERIOD + 1: arm("connecting")}}.get(rank())
+    return train(port, 5, strategy, 5 * PERIOD, at=at)
+
+
+def test_a_death_while_a_group_is_made_is_known_at_once(ranks: RankPool, store: int) -> None:
+    first, *_, last = ranks.run(5, die_while_the_others_connect, store, init=False, expect_dead={1, 2})
+    assert torch.equal(first["values"], last["values"])
+    assert first["failed"] == [2 * PERIOD, 3 * PERIOD]
+    assert any("died while the members connected" in reason for reason in first["reasons"])
+    assert first["participants"][-1] == (0, 3, 4)
+
+
 def leader_dies_while_giving(port: int) -> Any:
     strategy = cadenza.diloco(period=PERIOD, outer_lr=0.5, faults=cadenza.shrink(**QUICK))
     if rank() < 3:

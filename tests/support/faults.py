@@ -16,6 +16,7 @@ from torch import nn
 import cadenza
 from cadenza.engine.pending import PendingRound
 from cadenza.participants.assembly import Assembly
+from cadenza.participants.forming import Forming
 from cadenza.participants.membership import Membership
 from cadenza.participants.vote import Vote
 from cadenza.reports import RoundReport
@@ -154,6 +155,8 @@ def arm(phase: str) -> Callable[[Any], None]:
             level.transport = FaultyTransport(level.transport, fail_at=phase, fault=kill)  # type: ignore[arg-type]
         elif phase == "signed":
             mock.patch.object(Assembly, "sign", after(Assembly.sign)).start()
+        elif phase == "connecting":  # not one of every round: only if the members are others than before
+            mock.patch.object(Forming, "_make", before).start()
         elif phase == "wire to vote":
             mock.patch.object(Vote, "ready", before).start()
         elif phase == "voting":

@@ -21,7 +21,9 @@ class Shrink:
 
     min_workers: int = 1
     quorum: float = 0.5
-    commit_at: float | int | None = None
+    commit_at: float | int | None = field(
+        default=None, metadata={"local": "whoever proposes the members of a round decides, and all obey"}
+    )
     patience: Patience = field(default_factory=Patience, metadata={"local": "each worker may wait as long as it likes"})
     poison: Poison = field(default_factory=Poison)
     name: ClassVar[str] = "shrink"
@@ -37,8 +39,8 @@ class Shrink:
 
         if not _is_commit_at(self.commit_at):
             raise ValueError(
-                "commit_at is a share of the last round's workers, above 0 and below 1, a whole number of workers from 1, "
-                f"or None for all of them; got {self.commit_at!r}."
+                "commit_at is a share of the last round's workers, above 0 and below 1, a whole number of workers from "
+                f"1, or None for all of them; got {self.commit_at!r}."
             )
 
     @property

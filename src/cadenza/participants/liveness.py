@@ -68,6 +68,7 @@ class LivenessSockets:
         self._first_at: dict[Peer, float] = {}
         self._made_at: dict[Peer, float] = {}
         self._renewed: set[Peer] = set()
+        self._out_of_reach: frozenset[Peer] = frozenset()
         self.watched: frozenset[Peer] = frozenset()
         self._accepted: dict[socket.socket, str] = {}  # with the hosts from which they come
         self._ended = False
@@ -82,16 +83,14 @@ class LivenessSockets:
             waiting = [
                 p for p in wanted if p not in self._connections and now - self._tried_at.get(p, -_AGAIN_S) >= _AGAIN_S
             ]
-            changed = waiting or self._wanted != wanted
+            changed = waiting or self._wanted != wanted or any(peer not in self._made_at for peer in wanted)
             self._wanted = wanted
         if changed:
             self._stir()
 
     def unreached(self) -> set[int]:
         """Return workers to which no line could ever be made, though it was tried for a while."""
-        long_ago = time.monotonic() - _AGAIN_S
-        with self._lock:
-            return {p[0] for p in self._wanted if p not in self._made_at and self._first_at.get(p, long_ago) < long_ago}
+        return {worker for worker, _ in self._out_of_reach}
 
     def try_anew(self, workers: Set[int], seconds: float) -> set[int]:
         """Make new lines to workers; return those to which that was not possible within the time."""
@@ -102,9 +101,9 @@ class LivenessSockets:
                 self._made_at.pop(peer, None)
         self._stir()
         deadline = time.monotonic() + seconds
-        while (waiting := peers - self._made_at.keys()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and any(peer not in self._made_at for peer in peers):
             time.sleep(_LOOK_S)
-        return {peer[0] for peer in waiting}
+        return {peer[0] for peer in peers if peer not in self._made_at}
 
     def close(self) -> None:
         """End all lines; to the others it looks as if this worker had died."""
@@ -181,6 +180,9 @@ class LivenessSockets:
             if (connection := _begin(wanted[peer])) is not None:
                 self._connections[peer] = connection
                 self._selector.register(connection, selectors.EVENT_WRITE, peer)
+        # Found out here, after what has happened was attended to: this process may have stood still for a while.
+        tried = (peer for peer, at in self._first_at.items() if now - at >= _AGAIN_S)
+        self._out_of_reach = frozenset(peer for peer in tried if peer not in self._made_at)
 
     def _made(self, connection: socket.socket, peer: Peer) -> None:
         """Watch a connection that has been made, or forget one that could not be: that is no sign of death."""

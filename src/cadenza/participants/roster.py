@@ -170,22 +170,12 @@ def propose(
         RollbackError: Nobody who is here has seen the last rounds that were held.
         RoundNotHeldError: There is no use in waiting.
     """
-    agreed = _agreed(arrivals)
-    members = {worker for worker, arrival in arrivals.items() if arrival.terms == agreed and worker not in silent}
-    turned_away = {
-        worker: "its model, strategy or version is not that of the others" for worker in arrivals.keys() - members
-        if arrivals[worker].terms != agreed
-    }  # fmt: skip
-    unreached = _unreached(arrivals, members)
-    members -= unreached.keys()
+    members, turned_away, unreached = _sort_out(arrivals, silent)
     veterans = [arrivals[worker] for worker in sorted(members) if not arrivals[worker].new]
     leader = _leader(veterans) if veterans else None
-    if leader is not None:
-        last = set(leader.last) - gone
-        missing = (last | known) - silent - members - turned_away.keys() - unreached.keys()
-    else:
-        last = set(range(workers))
-        missing = last - members - unreached.keys()
+    came = members | turned_away.keys() | unreached.keys()
+    last = set(leader.last) - gone if leader is not None else set(range(workers))
+    missing = ((last | known) - silent if leader is not None else last) - came
     # Who was left out of the last round comes at its next step; who was in it may take long.
     suffices = policy.suffices(members, last) and policy.enough(members, last) and not missing - last
     if missing and not time_is_up and not (leader is not None and suffices):
@@ -193,43 +183,60 @@ def propose(
     if veterans and all(arrival.called for arrival in veterans):
         raise RoundNotHeldError("of those who came, nobody has come to this step by its own steps")
     absent = tuple(sorted((missing | last) - members))
-    # Where the store has forgotten, those without a state are no witnesses: others may have seen more.
-    witnesses = {w for w in members if not arrivals[w].new} if leader is not None and leader.unsure else members
+    nobody = Roster((), absent=absent, turned_away=turned_away, unreached=unreached)
     if not members or not policy.enough(members, last):
-        reason = f"only {name_workers(members)} came, of {name_workers(last)}" + _told(unreached)
         if leader is not None and policy.enough(last, last) and 2 * len(members & last) > len(last):
-            return Roster(
-                (), absent=absent, turned_away=turned_away, unreached=unreached
-            )  # a majority may decide to skip
+            return nobody  # a majority may decide to skip
         if leader is None and not time_is_up:
             return None
+        reason = f"only {name_workers(members)} came, of {name_workers(last)}" + _told(unreached)
         raise RoundNotHeldError(reason, absent=absent)
-    lost = held if leader is not None and leader.rounds < held else 0
-    if lost and leader is not None and not accept_rollback:
-        text = f"{held} rounds were held, and of those who are here nobody has seen more than {leader.rounds}"
-        raise RollbackError(text, absent=absent)
-    if not policy.enough(witnesses, last) and not accept_rollback:
-        text = f"the store has forgotten how many rounds were held, and only {name_workers(witnesses)} has seen any"
-        raise RollbackError(text, absent=absent)
-    first = leader.worker if leader is not None else min(members)
-    chain = arrivals[first].chain
-    behind = [w for w in sorted(members) if w != first and (arrivals[w].new or arrivals[w].chain != chain)]
-    late = {worker: arrivals[worker].late_s for worker in sorted(members) if arrivals[worker].late_s}
-    groups = {arrivals[worker].generation for worker in members}
-    keep = len(groups) == 1 and "" not in groups and leader is not None and set(leader.last) == members
-    return Roster(
-        tuple(sorted(members)),
-        tuple(arrivals[worker].incarnation for worker in sorted(members)),
-        first,
-        tuple(behind),
-        absent,
-        turned_away,
-        late,
-        keep,
-        arrivals[first].settled,
-        unreached=unreached,
-        given_up=lost,
+    if leader is not None and not accept_rollback:
+        _refuse_rollback(leader, {arrival.worker for arrival in veterans}, policy, last, held=held)
+    first = leader if leader is not None else arrivals[min(members)]
+    ordered = [arrivals[worker] for worker in sorted(members)]
+    groups = {arrival.generation for arrival in ordered}
+    return replace(
+        nobody,
+        members=tuple(arrival.worker for arrival in ordered),
+        incarnations=tuple(arrival.incarnation for arrival in ordered),
+        leader=first.worker,
+        behind=tuple(a.worker for a in ordered if a.worker != first.worker and (a.new or a.chain != first.chain)),
+        late={arrival.worker: arrival.late_s for arrival in ordered if arrival.late_s},
+        keep=len(groups) == 1 and "" not in groups and leader is not None and set(leader.last) == members,
+        settled=first.settled,
+        given_up=held if leader is not None and leader.rounds < held else 0,
     )
+
+
+def _sort_out(
+    arrivals: Mapping[int, Arrival], silent: Set[int]
+) -> tuple[set[int], dict[int, str], dict[int, list[int]]]:
+    """Return who of those that came may be a member, who is turned away and why, and who cannot be reached by whom."""
+    agreed = _agreed(arrivals)
+    turned_away = {
+        worker: "its model, strategy or version is not that of the others"
+        for worker, arrival in arrivals.items()
+        if arrival.terms != agreed
+    }
+    members = arrivals.keys() - turned_away.keys() - silent
+    unreached = _unreached(arrivals, members)
+    return members - unreached.keys(), turned_away, unreached
+
+
+def _refuse_rollback(leader: Arrival, veterans: Set[int], policy: FaultPolicy, last: Set[int], *, held: int) -> None:
+    """Raise if rounds were, or may have been, held that nobody who is here has seen."""
+    if leader.rounds < held:
+        raise RollbackError(
+            f"{held} rounds were held, and of those who are here nobody has seen more than {leader.rounds}",
+            absent=sorted(last - veterans),
+        )
+    # Where the store has forgotten, those without a state are no witnesses: others may have seen more.
+    if leader.unsure and not policy.enough(veterans, last):
+        raise RollbackError(
+            f"the store has forgotten how many rounds were held, and only {name_workers(veterans)} has seen any",
+            absent=sorted(last - veterans),
+        )
 
 
 def _unreached(arrivals: Mapping[int, Arrival], members: Set[int]) -> dict[int, list[int]]:

@@ -80,18 +80,18 @@ class Vote:
 
     def ready_members(self) -> list[str]:
         """Return who has marked ready, in a store that knows its clients."""
-        return bytes(self._store.get(self._ready_key)).decode().split("\n")
+        return [who for who in bytes(self._store.get(self._ready_key)).decode().split("\n") if who]
 
     def settle(self) -> bool:
         """Ask for an end, now: abort unless the others have committed already; return whether they have."""
         return self._decide("abort") == "commit"
 
     def _verdict(self, hopeless: Callable[[], bool] | None) -> str:
-        if self._counts is None:
-            if self._store.add(self._ready_key, 1) == self._members:
-                return self._decide("commit")
-        else:
+        if self._counts is not None:
             self._store.mark(self._ready_key)  # type: ignore[attr-defined]
+            return self._watch(hopeless or (lambda: False))
+        if self._store.add(self._ready_key, 1) == self._members:
+            return self._decide("commit")
         if hopeless is not None:
             return self._watch(hopeless)
         try:

@@ -202,8 +202,8 @@ class FaultSettings(Settings):
         }
         try:
             if self.policy == "shrink":
-                commit_at = int(self.commit_at) if self.commit_at >= 1 else self.commit_at or None
-                return shrink(min_workers=self.min_workers, quorum=self.quorum, commit_at=commit_at, **common)
+                commit_at = int(self.commit_at) if self.commit_at.is_integer() else self.commit_at
+                return shrink(min_workers=self.min_workers, quorum=self.quorum, commit_at=commit_at or None, **common)
             return skip_round(**common) if self.tolerant else raise_error()
         except ValueError as error:
             raise UsageError(f"faults: {error}") from None

@@ -24,6 +24,7 @@ __all__ = ["Curve", "Event", "LevelFigures", "Round", "RunData", "WorkerData", "
 Line = Mapping[str, Any]
 
 _GONE = ("lost", "left")
+_OF_STEPS = {"elapsed", "loss", "samples"}  # without which a step cannot be drawn
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class WorkerData:
         self.number = number
         self.status = "unfinished" if status == "running" else status
         self.starts = [line for line in lines if line["kind"] == "start"]
-        self.steps = [line for line in lines if line["kind"] == "step"]
+        self.steps = [line for line in lines if line["kind"] == "step" and line.keys() >= _OF_STEPS]
         self.rounds = [Round.of(line) for line in lines if line["kind"] == "round"]
         self.evaluations = [line for line in lines if line["kind"] == "evaluation"]
         self.checkpoints = [line for line in lines if line["kind"] == "checkpoint"]
