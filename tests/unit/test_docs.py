@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import cadenza
+from cadenza.testing import workers
 from docs_tools import figures
 from docs_tools.mentions import mentions_of
 from docs_tools.messages import raised
@@ -40,6 +44,21 @@ def test_the_tables_of_the_race_are_those_of_the_results() -> None:
 
     page = ROOT / "docs" / "benchmarks.md"
     assert report.filled(page.read_text(), figures.RESULTS) == page.read_text()
+
+
+def test_the_first_page_s_lines_train() -> None:
+    [code] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+
+    def train(worker: object) -> float:
+        model = torch.nn.Linear(2, 1, bias=False)
+        before = model.weight.tolist()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exec(code, {"cadenza": cadenza, "model": model, "optimizer": optimizer, "loader": [torch.ones(1, 2)] * 3})
+        return sum(model.weight.tolist()[0]) - sum(before[0])
+
+    with workers(2) as pool:
+        moved = pool.run(train)
+    assert all(distance < 0 for distance in moved)
 
 
 def test_every_module_is_in_a_room_and_no_room_is_empty() -> None:
