@@ -118,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         able = best * (WORKERS - 0.5) / WORKERS  # one has half the speed
         found[policy] = {**disturbed, "goodput": round(disturbed["steps_a_second"] / able, 3)}
         print(policy, found[policy], flush=True)
-    RESULTS.write_text(json.dumps(found, indent=1))
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    RESULTS.write_text(json.dumps([*earlier, found], indent=1))
 
 
 if __name__ == "__main__":
