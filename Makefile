@@ -22,7 +22,7 @@ train: $(STAMP) ## train a small GPT on 4 workers that meet every 16 steps, and 
 	$(BIN)/cadenza train $(ARGS)
 
 test: $(STAMP) ## run all tests and the doctests of src/cadenza, on all cores (ARGS="-k name" to choose, TORCH=2.9.1 for another torch)
-	$(VENV_PYTHON) -m pytest -n auto --dist loadgroup $(ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the direction of imports; changes nothing
 	$(BIN)/ruff check .

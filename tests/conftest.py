@@ -37,16 +37,6 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share what a fixture has made, such as a finished run, in one process: it is made once."""
-    for item in items:
-        info = getattr(item, "_fixtureinfo", None)
-        found = info.name2fixturedefs.values() if info is not None else ()
-        if any(fixtures[-1].scope in ("module", "class") for fixtures in found):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """The rank processes of this session."""

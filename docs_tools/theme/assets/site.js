@@ -34,10 +34,10 @@ document.addEventListener("click", async (event) => {
 // Search: every word must occur somewhere in a section; titles and beginnings count more.
 const dialog = byId("search"), query = byId("query"), hits = byId("hits"), found = byId("found");
 const IDLE = new Set(["a", "an", "and", "the", "with", "of", "to", "in", "on", "my", "how", "do", "i", "is", "for"]);
-let sections = null;
+let sections = null, asked = false;
 function load() {
-  if (sections) return;
-  sections = [];
+  if (asked) return;
+  asked = true;
   const script = document.createElement("script");
   script.src = `${base}assets/search_index.js`;
   script.onload = () => {

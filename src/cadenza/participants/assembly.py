@@ -103,7 +103,7 @@ class Assembly:
                 current,
                 policy,
                 known=heartbeat.known(),
-                silent=heartbeat.not_expected() - current.keys() | heartbeat.silent(),
+                silent=self._not_awaited() - current.keys() | heartbeat.silent(),
                 gone=heartbeat.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,
@@ -124,6 +124,10 @@ class Assembly:
             self._connection.call(self._leave)
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait()
+
+    def _not_awaited(self) -> set[int]:
+        """Return those for whom the round does not wait; the first one waits also for those who are still preparing."""
+        return self._heartbeat.not_expected() if self._round.step else set()
 
     def _looks_first(self) -> bool:
         """Tell whether this worker is one of the few who look at once who has come; others wait for a roster of theirs.
