@@ -18,7 +18,7 @@ from cadenza.participants.round_id import RoundId
 from cadenza.participants.store import serve
 from support.faults import Told, build, take_step
 
-STRATEGY = cadenza.diloco(period=2, faults=cadenza.shrink(grace_s=2.0, first_s=2.0))
+STRATEGY = cadenza.diloco(period=2, faults=cadenza.shrink(grace_s=4.0, first_s=4.0))
 
 
 class Job:
@@ -45,7 +45,7 @@ class Job:
     def _attach(self, worker: int, workers: int, options: dict[str, Any]) -> None:
         self.parts[worker] = model, optimizer = build(worker)
         self.told[worker] = Told()
-        membership = join(f"127.0.0.1:{self.port}", worker=worker, workers=workers, lease_s=0.6, **options)
+        membership = join(f"127.0.0.1:{self.port}", worker=worker, workers=workers, lease_s=1.5, **options)
         self.memberships[worker] = membership
         self.syncs[worker] = cadenza.attach(
             model, optimizer, STRATEGY, membership=membership, observers=[self.told[worker]]
