@@ -51,14 +51,13 @@ def test_the_first_page_s_lines_train() -> None:
 
     def train(worker: object) -> float:
         model = torch.nn.Linear(2, 1, bias=False)
-        before = model.weight.tolist()
+        torch.nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         exec(code, {"cadenza": cadenza, "model": model, "optimizer": optimizer, "loader": [torch.ones(1, 2)] * 3})
-        return sum(model.weight.tolist()[0]) - sum(before[0])
+        return sum(model.weight.tolist()[0])
 
     with workers(2) as pool:
-        moved = pool.run(train)
-    assert all(distance < 0 for distance in moved)
+        assert all(weight < 0 for weight in pool.run(train))
 
 
 def test_every_module_is_in_a_room_and_no_room_is_empty() -> None:

@@ -196,6 +196,7 @@ class ElasticParticipants:
         if not roster.absent:
             self._waits.append(time.time() - began)
         self._log.write(roster, round, last=self._last)
+        self.membership.heartbeat.note_prepared(dict(zip(roster.members, roster.incarnations, strict=True)))
         try:
             self._form(roster, round)
         except CadenzaError as error:

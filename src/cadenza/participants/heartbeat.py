@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.beat import CLOCKS_S, Beat, Heard, beat_key
@@ -70,6 +70,7 @@ class Heartbeat:
         self._connection = connection
         self.waiting, self.preparing = False, preparing
         self._heard: dict[int, Heard] = {}
+        self._prepared: dict[int, str] = {}  # which processes have been in a round
         self._index, self._latest = WorkerIndex(signer), LatestRound(signer)
         self._signed_on = False
         self._stood = 0  # rounds held, as they were seen to stand in the store
@@ -112,7 +113,15 @@ class Heartbeat:
     def not_expected(self) -> set[int]:
         """Return those for whom a round does not wait: they do not beat any more, or are still preparing."""
         with self._lock:
-            return {w for w, heard in self._heard.items() if self._is_silent(heard) or heard.last.preparing}
+            return {w for w, heard in self._heard.items() if self._is_silent(heard) or self._is_preparing(w, heard)}
+
+    def note_prepared(self, processes: Mapping[int, str]) -> None:
+        """Know that processes, by worker, have come to a round, whatever their last beat said."""
+        with self._lock:
+            self._prepared.update(processes)
+
+    def _is_preparing(self, worker: int, heard: Heard) -> bool:
+        return heard.last.preparing and self._prepared.get(worker) != heard.last.incarnation
 
     def doubted(self) -> set[int]:
         """Return those whose liveness connection has ended, while neither lease nor supervisor has said more yet.

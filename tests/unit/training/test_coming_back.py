@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,7 @@ class Board:
     def observe_round(self, report: Any) -> None:
         """Rounds have no part in this."""
 
-    def draw(self, step: int, **figures: float) -> None:
+    def draw(self, step: int, figures: Mapping[str, float]) -> None:
         self.points.append((step, figures["loss"]))
 
     def close(self) -> None:
