@@ -40,7 +40,9 @@ def test_a_slow_worker_is_left_out_of_a_round_and_in_the_next_one() -> None:
         (first, values), (_, others), (slow, last) = pool.run(train, torch.nn.Linear(8, 4))
     assert (0, 1) in first, "it was not waited for"
     assert (0, 1, 2) in first, "and came back"
-    assert not any(one == two == (0, 1) for one, two in pairwise(first)), "it is back at once"
+    # Before it has come for the first time it may miss several: the others' first rounds take milliseconds.
+    later = first[first.index((0, 1, 2)) :]
+    assert not any(one == two == (0, 1) for one, two in pairwise(later)), "it is back at once"
     assert slow.count((0, 1, 2)) >= first.count((0, 1, 2)) - 1
     assert torch.equal(values, others)
     assert torch.equal(values, last)
