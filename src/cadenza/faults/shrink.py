@@ -81,8 +81,9 @@ def shrink(
         min_workers: With fewer, rounds are skipped.
         quorum: More than this share of the last round's workers must be there, so a minority never goes on by itself.
         commit_at: Once this share of the last round's workers has come, or so many of them, a round does not wait for
-            the others: they come to the next one, which waits for them, with what they have done (in the first rounds of
-            a run they may miss several). None waits for all of them; 1, with ``quorum=0.0``, for nobody but those who were left out (Decoupled DiLoCo).
+            the others: they come to the next one, which waits for them, with what they have done; in the first rounds
+            of a run they may miss several. None waits for all of them; 1, with ``quorum=0.0``, for nobody but those who
+            were left out (Decoupled DiLoCo).
         grace_s: How long a round waits, at most, for a worker that is alive but late; less once it is known how late
             workers usually are.
         factor: How many times the usual duration of a transfer is not yet a failure.
