@@ -4,7 +4,8 @@
     python -m docs_tools.figures --write   # puts the files' figures into the pages, and the race's tables
 
 A key is a path: `to-loss.LINK.CONTENDER.s` (or `.above`), `syncs.CONTENDER.MILLIONS`, `kills.median`, `kills.worst`,
-`convergence.METHOD.loss` (or `.against-ddp`, in percent).
+`convergence.METHOD.loss` (or `.against-ddp`, in percent), `quality.against-ddp.ENTRY` (an entry of lab/quality's queue,
+with - for blanks), `quality.table.bars` (or `finals`, `averages`, `changes`: a table of its report).
 """
 
 from __future__ import annotations
@@ -84,11 +85,36 @@ def _convergence(method: str, what: str) -> str:
     return f"{100 * (best[method] / best['ddp'] - 1):+.1f}".replace("-", "−")
 
 
+_TABLES = {
+    "bars": "Bars",
+    "finals": "Each side at its best",
+    "averages": "A moving average of the mean, instead of the last one",
+    "changes": "One thing changed",
+}
+
+
+def _quality(what: str, name: str) -> str:
+    if what == "table":
+        report = (RESULTS / "quality" / "report.md").read_text()
+        [found] = re.findall(rf"^## {_TABLES[name]}\n\n((?:\|.*\n)+)", report, re.MULTILINE)
+        return f"\n\n{found}\n"
+    from lab.quality.figures import baseline_of, excess, final_of
+    from lab.quality.records import Records
+    from lab.quality.studies import find
+
+    entry, records = find(name.replace("-", " ")), Records()
+    ours, theirs = final_of(entry, records), final_of(baseline_of(entry), records)
+    if what != "against-ddp" or ours is None or theirs is None:
+        raise KeyError(name)
+    return f"{excess(ours, theirs)[0]:+.1f}".replace("-", "−")
+
+
 _KINDS: dict[str, Callable[..., str]] = {
     "to-loss": _to_loss,
     "syncs": _syncs,
     "kills": _kills,
     "convergence": _convergence,
+    "quality": _quality,
 }
 
 

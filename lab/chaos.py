@@ -8,6 +8,13 @@ stopped, cut off and poisoned, the store is killed, and whatever was killed star
 no process may hang, all workers must agree to the bit, and the held-out loss must be near that of the quiet run. Every
 event is in the file, beside what the workers reported of it.
 
+With ``--sites 2`` the workers are at two sites with rounds of their own between those of all, and with ``--whole-sites
+0.2`` a kill or a stop sometimes befalls a whole site.
+
+With ``--ranks 2`` a worker is a replica of two ranks, by FSDP2 or DDP: kills, stops and poison befall one of them. The
+mate of a rank that was killed must end by itself; then the replica is started again whole. Ranks are compared with
+those that have the same place in other replicas.
+
 The quiet run does not pause between steps and so takes minutes; ``--only`` runs one of the two and adds it to the file.
 """
 
@@ -35,6 +42,7 @@ PORT = 29400
 SHARES = {"stop": 0.28, "kill": 0.24, "cut": 0.24, "poison": 0.2, "store": 0.04}
 LAST_STEPS = 200  # before the end nothing happens, so that whoever starts again finds the others
 STORE = "store"
+HUNG_S = 30.0  # a rank that has not ended so long after its mate was killed, and started again, hangs
 
 
 class Process:
@@ -60,9 +68,10 @@ class Process:
 
 @dataclass
 class Place:
-    """Where a worker, or the store, is: its host, the process that is there now, and what befalls it."""
+    """Where a rank of a worker, or the store, is: its host, the process that is there now, and what befalls it."""
 
     name: str
+    worker: int
     host: subprocess.Popen[str]
     told: dict[str, Any]
     logs: Path
@@ -77,7 +86,8 @@ class Place:
         self.log("out").touch()
         assert self.host.stdin is not None
         assert self.host.stdout is not None
-        self.host.stdin.write(json.dumps(self.told | files) + "\n")
+        meeting = {"meeting": str(self.logs.resolve() / f"mates-{self.worker}-{self.starts}")}
+        self.host.stdin.write(json.dumps(self.told | files | meeting) + "\n")
         self.host.stdin.flush()
         self.process = Process(int(self.host.stdout.readline()))
 
@@ -105,11 +115,15 @@ class Run:
     arguments: dict[str, Any]
     logs: Path
     network: Any
+    sites: int = 1
+    ranks: int = 1
     places: list[Place] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    _hosts: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, stack: ExitStack) -> None:
-        self.store = self._place(stack, self.workers, STORE, {"what": "store", "port": PORT})
+        port = PORT if self.network is not None else 0
+        self.store = self._place(stack, self.workers, STORE, {"what": "store", "port": port, "environment": {}})
         self.store.start()
         _until(lambda: self.store.is_there)
         port = int(self.store.log("out").read_text())
@@ -117,50 +131,86 @@ class Run:
         if self.network is None:
             self.store.told["port"] = port
         for number in range(self.workers):
-            environment = {"CADENZA_STORE": f"{host}:{port}", "RANK": str(number), "WORLD_SIZE": str(self.workers)}
-            told = {"what": "worker", "environment": environment, "arguments": self.arguments}
-            self.places.append(self._place(stack, number, f"worker-{number}", told))
+            environment = {
+                "CADENZA_STORE": f"{host}:{port}",
+                "CADENZA_WORKER": str(number),
+                "CADENZA_WORKERS": str(self.workers),
+                "WORLD_SIZE": str(self.ranks),
+            }
+            if self.sites > 1:
+                environment["CADENZA_SITE"] = f"site-{number % self.sites}"
+            for rank in range(self.ranks):
+                told = {"what": "worker", "environment": environment | {"RANK": str(rank)}, "arguments": self.arguments}
+                name = f"worker-{number}.{rank}" if self.ranks > 1 else f"worker-{number}"
+                self.places.append(self._place(stack, number, name, told))
         for place in self.places:
             place.start()
 
-    def _place(self, stack: ExitStack, number: int, name: str, told: dict[str, Any]) -> Place:
+    def _place(self, stack: ExitStack, worker: int, name: str, told: dict[str, Any]) -> Place:
+        if worker not in self._hosts:
+            self._hosts[worker] = self._start_host(worker)
+            stack.callback(_end_host, self._hosts[worker])
+        place = Place(name, worker, self._hosts[worker], told, self.logs)
+        stack.callback(_end, place)
+        return place
+
+    def _start_host(self, number: int) -> subprocess.Popen[str]:
         command = [sys.executable, str(Path(__file__).resolve().with_name("chaos_worker.py"))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         if self.network is not None:
             environment |= self.network.environment(number)
             command = self.network.hosts[number].command(command)
-        else:
-            told = {**told, "port": 0}
-        host = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        place = Place(name, host, {"environment": {}, **told}, self.logs)
-        stack.callback(_end, place)
-        return place
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def strike(self, place: Place, what: str, seconds: float) -> None:
         """Let something happen to a place, to be undone later."""
         process = place.process
         assert process is not None
-        self.events.append({"at": round(time.time(), 3), "who": place.name, "what": what, "seconds": round(seconds, 2)})
+        self._note(place, what, seconds)
         place.busy_until, place.undo = time.monotonic() + seconds, what
         if what in ("kill", STORE):
             process.kill()
         elif what == "stop":
             process.send(signal.SIGSTOP)
         elif what == "cut":
-            self.network.cut(self.network.hosts[self.places.index(place)])
+            self.network.cut(self.network.hosts[place.worker])
         else:
             process.send(signal.SIGUSR1)
 
     def mend(self, place: Place) -> None:
         """Undo what has happened to a place."""
-        if place.undo in ("kill", STORE):
+        if place.undo == "kill":
+            self._start_replica(place)
+        elif place.undo == STORE:
             place.start()
         elif place.undo == "stop":
             assert place.process is not None
             place.process.send(signal.SIGCONT)
         elif place.undo == "cut":
-            self.network.heal(self.network.hosts[self.places.index(place)])
+            self.network.heal(self.network.hosts[place.worker])
         place.undo = ""
+
+    def _start_replica(self, place: Place) -> None:
+        """Start all ranks of a replica again that has lost one, once the others have ended; by then they must have."""
+        for mate in self.mates(place):
+            assert mate.process is not None
+            if not mate.process.is_over(HUNG_S):
+                self._note(mate, "hung")
+                mate.process.kill()
+        for mate in self.mates(place):
+            mate.undo = ""
+            mate.start()
+
+    def _note(self, place: Place, what: str, seconds: float = 0.0) -> None:
+        self.events.append({"at": round(time.time(), 3), "who": place.name, "what": what, "seconds": round(seconds, 2)})
+
+    def mates(self, place: Place) -> list[Place]:
+        """Return the ranks of a place's replica, itself among them."""
+        return [other for other in self.places if other.worker == place.worker]
+
+    def neighbours(self, place: Place) -> list[Place]:
+        """Return all ranks at a place's site."""
+        return [other for other in self.places if other.worker % self.sites == place.worker % self.sites]
 
     def step(self) -> int:
         """Return at which step somebody was, a moment ago."""
@@ -169,12 +219,12 @@ class Run:
     def is_over(self) -> bool:
         """Whether a worker has come to its end; who has ended before it is started again, and that is an event."""
         for place in self.places:
-            if place.process is None or place.undo or not place.process.is_over():
+            if any(mate.undo for mate in self.mates(place)) or place.process is None or not place.process.is_over():
                 continue
             if place.last().get("kind") == "end":
                 return True
-            self.events.append({"at": round(time.time(), 3), "who": place.name, "what": "crash", "seconds": 0.0})
-            place.start()
+            self._note(place, "crash")
+            self._start_replica(place)
         return False
 
 
@@ -191,16 +241,18 @@ def disturb(run: Run, dice: random.Random, given: argparse.Namespace, *, shares:
                 run.mend(place)
         if now >= until and not any(place.undo for place in everything):
             break
-        quiet = [place for place in run.places if not place.undo and place.is_there]
-        if next_at <= now < until and len(run.places) - len(quiet) < most:
+        quiet = [one for one in run.places if all(mate.is_there and not mate.undo for mate in run.mates(one))]
+        if next_at <= now < until and len(run.places) - len(quiet) < most * run.ranks:
             if run.step() >= given.steps - LAST_STEPS:
                 until = now
                 continue
             what = dice.choices(list(shares), weights=list(shares.values()))[0]
             seconds, gap_s = dice.uniform(0.5, 4.0), dice.expovariate(1 / given.gap_s)
             place = run.store if what == STORE else dice.choice(quiet)
-            if not place.undo:
-                run.strike(place, what, seconds)
+            whole = run.neighbours(place) if what in ("kill", "stop") and dice.random() < given.whole_sites else [place]
+            for one in whole:
+                if not one.undo and (one is place or one in quiet):
+                    run.strike(one, what, seconds)
             next_at = now + gap_s
         time.sleep(0.05)
     for place in everything:
@@ -215,10 +267,10 @@ def train(given: argparse.Namespace, *, seed: int | None, logs: Path, network: A
     for old in logs.iterdir():
         old.unlink()
     step_s = 0.0 if seed is None else given.step_s
-    arguments = {"steps": given.steps, "period": given.period, "step_s": step_s, "grace_s": given.grace_s}
+    arguments = {"step_s": step_s, **{key: vars(given)[key] for key in ("kind", "steps", "period", "grace_s")}}
     started = time.monotonic()
     with ExitStack() as stack:
-        run = Run(given.workers, arguments, logs, network)
+        run = Run(given.workers, arguments, logs, network, given.sites, given.ranks)
         run.start(stack)
         if seed is not None:
             shares = {what: share for what, share in SHARES.items() if what != "cut" or network is not None}
@@ -238,7 +290,7 @@ def train(given: argparse.Namespace, *, seed: int | None, logs: Path, network: A
     }
 
 
-def _until(true: Callable[[], bool], patience_s: float = 120.0) -> None:
+def _until(true: Callable[[], bool], patience_s: float = 300.0) -> None:
     deadline = time.monotonic() + patience_s
     while not true():
         if time.monotonic() > deadline:
@@ -249,14 +301,21 @@ def _until(true: Callable[[], bool], patience_s: float = 120.0) -> None:
 def _end(place: Place) -> None:
     if place.process is not None:
         place.process.kill()
-    assert place.host.stdin is not None
-    place.host.stdin.close()
-    place.host.wait()
+
+
+def _end_host(host: subprocess.Popen[str]) -> None:
+    assert host.stdin is not None
+    host.stdin.close()
+    host.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workers", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1, help="of a worker, which is a replica of several of them")
+    parser.add_argument("--kind", choices=["fsdp", "ddp"], default="fsdp", help="how the ranks of a replica train")
+    parser.add_argument("--sites", type=int, default=1, help="more than one: a site has rounds of its own")
+    parser.add_argument("--whole-sites", type=float, default=0.0, help="the share of kills and stops of a whole site")
     parser.add_argument("--steps", type=int, default=13_000)
     parser.add_argument("--period", type=int, default=6)
     parser.add_argument("--step-s", type=float, default=0.25, help="a pause after each step of the disturbed run")
@@ -271,6 +330,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("lab/results/chaos.json"))
     parser.add_argument("--logs", type=Path, default=Path("build/chaos"), help="where all is that workers say")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end all that was started
     told: dict[str, Any] = json.loads(given.out.read_text()) if given.only and given.out.exists() else {}
     for name, seed in (("quiet", None), ("disturbed", given.seed)):
         if given.only not in (None, name):

@@ -39,18 +39,20 @@ def match(event: Line, said: dict[str, list[Line]], troubled: Troubles | None = 
         troubled: When something else befell them; what they say then is not the cost of this event.
     """
     at, until = event["at"], event["at"] + event["seconds"] + WINDOW_S
-    who = event["who"]
+    who, troubled = event["who"], troubled or {}
     others = [
         line
         for name, lines in said.items()
         for line in lines
-        if name != who and at <= line["at"] <= until and not _in_trouble(line["at"], (troubled or {}).get(name, ()))
+        if replica(name) != replica(who)
+        and at <= line["at"] <= until
+        and not _in_trouble(line["at"], troubled.get(replica(name), ()))
     ]
     rounds = sorted((line for line in others if line["kind"] in ("round", "failed")), key=lambda line: line["at"])
     stall_s = max((line["stall_s"] for line in rounds), default=0.0)
     if event["what"] == "store":
         return _first(rounds, _by_store, "rounds skipped") | {"stall_s": stall_s}
-    number = int(who.rpartition("-")[2])
+    number = int(replica(who).rpartition("-")[2])
     own = [line for line in said.get(who, []) if line["at"] >= at]
     if event["what"] == "poison":
         return _poison(number, own, rounds) | {"stall_s": stall_s}
@@ -69,11 +71,29 @@ def match(event: Line, said: dict[str, list[Line]], troubled: Troubles | None = 
 
 
 def troubles(events: Sequence[Line]) -> Troubles:
-    """Return from when to when something was the matter with each worker."""
+    """Return from when to when something was the matter with each worker, or a rank of it."""
     found: Troubles = {}
     for event in events:
-        found.setdefault(event["who"], []).append((event["at"], event["at"] + event["seconds"]))
+        found.setdefault(replica(event["who"]), []).append((event["at"], event["at"] + event["seconds"]))
     return found
+
+
+def replica(name: str) -> str:
+    """Return of which worker somebody is a rank.
+
+    >>> replica("worker-3.1"), replica("worker-3")
+    ('worker-3', 'worker-3')
+    """
+    return name.partition(".")[0]
+
+
+def column(name: str) -> str:
+    """Return which place somebody has in its replica: those with one place in all of them hold the same.
+
+    >>> column("worker-3.1"), column("worker-3")
+    ('1', '')
+    """
+    return name.partition(".")[2]
 
 
 def _in_trouble(at: float, times: Sequence[tuple[float, float]]) -> bool:
@@ -107,20 +127,21 @@ def _poison(number: int, own: list[Line], rounds: list[Line]) -> Line:
 def summary(said: dict[str, list[Line]]) -> Line:
     """Return what a run came to: ends, rounds, and rounds after which not all held the same bits."""
     ends = {name: lines[-1] if lines and lines[-1]["kind"] == "end" else {} for name, lines in said.items()}
-    landed: dict[int, set[str]] = {}
-    sizes: dict[int, int] = {}
+    landed: dict[tuple[int, str, str], set[str]] = {}  # by step, by the site if it is a round of one, and by column
+    sizes: dict[tuple[int, str], int] = {}
     last = max((line["step"] for lines in said.values() for line in lines if "step" in line), default=0)
-    for lines in said.values():
+    for name, lines in said.items():
         for line in lines:
             if line["kind"] == "round" and line["step"] != last:  # there may be several at the end
-                landed.setdefault(line["step"], set()).add(line["digest"])
-                sizes[line["step"]] = len(line["members"])
+                place = line["step"], line.get("circle", "")
+                landed.setdefault((*place, column(name)), set()).add(line["digest"])
+                sizes[place] = len(line["members"])
     failed = [line for lines in said.values() for line in lines if line["kind"] == "failed"]
     return {
         "workers": {name: {key: end.get(key) for key in ("digest", "loss", "taken")} for name, end in ends.items()},
-        "rounds": len(landed),
+        "rounds": len(sizes),
         "rounds_by_members": dict(sorted(Counter(sizes.values()).items())),
-        "disagreeing_steps": sorted(step for step, digests in landed.items() if len(digests) > 1),
+        "disagreeing_steps": sorted({step for (step, *_), digests in landed.items() if len(digests) > 1}),
         "failed": dict(Counter(_kind(line["reason"]) for line in failed)),
         "joined": sum(line["kind"] == "joined" for lines in said.values() for line in lines),
         "stall_s": _spread([line["stall_s"] for lines in said.values() for line in lines if "stall_s" in line]),
@@ -143,18 +164,20 @@ def _spread(values: list[float]) -> Line:
 def judge(quiet: Line, disturbed: Line) -> Line:
     """Say whether the disturbed run was as good as the quiet one."""
     ends = list(disturbed["workers"].values())
+    last = {(column(name), end["digest"]) for name, end in disturbed["workers"].items()}
+    columns = {column(name) for name in disturbed["workers"]}
     losses = [end["loss"] for end in ends if end["loss"] is not None]
     before = next(iter(quiet["workers"].values()))["loss"]
     verdict: Line = {
         "all_ended": disturbed["all_ended"],
-        "agree_to_the_bit": len({end["digest"] for end in ends}) == 1 and not disturbed["disagreeing_steps"],
+        "agree_to_the_bit": len(last) == len(columns) and not disturbed["disagreeing_steps"],
         "loss": max(losses, default=None),
         "quiet_loss": before,
         "loss_ratio": max(losses, default=float("nan")) / before,
         "events": dict(Counter(event["what"] for event in disturbed["events"])),
         "seen": {what: _seen(what, disturbed["events"]) for what in sorted({e["what"] for e in disturbed["events"]})},
     }
-    right = verdict["all_ended"] and verdict["agree_to_the_bit"] and "crash" not in verdict["events"]
+    right = verdict["all_ended"] and verdict["agree_to_the_bit"] and not {"crash", "hung"} & verdict["events"].keys()
     verdict["good"] = right and verdict["loss_ratio"] < 1.02
     return verdict
 

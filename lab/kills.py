@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ FRESH: dict[str, Any] = {
     "wrong_commits": [],
     "unclear": [],  # runs that did not end as they should have, without anything wrong being seen
     "left_out_though_alive": 0,
-    "lost_steps": 0,
     "seconds": 0.0,
     "stalls": {},
     "usual": [],
@@ -38,14 +38,19 @@ FRESH: dict[str, Any] = {
 
 
 def main() -> int:
+    return kill_on(strike, Path("lab/results/kills.json"), __doc__)
+
+
+def kill_on(strike: Callable[[Any, random.Random, dict[str, Any]], None], out: Path, about: str) -> int:
+    """Strike until there were kills enough, and go on from what stands in a file; return the exit code."""
     from cadenza.participants.name_lookup import use_hosts_file_only
     from support.ranks import RankPool
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="to be gone on with later")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("lab/results/kills.json"))
+    parser.add_argument("--out", type=Path, default=out)
     given = parser.parse_args()
     use_hosts_file_only()
     pool = RankPool()
@@ -87,7 +92,7 @@ def strike(pool: Any, dice: random.Random, told: dict[str, Any]) -> None:
         told["wrong_commits"].append([phases, codec, first["rounds"], last["rounds"]])
     elif first["rounds"] != last["rounds"]:  # a lease ran out on a worker that was alive, and it came back
         told["left_out_though_alive"] += 1
-    told["lost_steps"] += 2 * first["clock"] - first["taken"] - last["taken"]
+    told["lost_steps"] = told.get("lost_steps", 0) + 2 * first["clock"] - first["taken"] - last["taken"]
     for worker, phase in enumerate(phases, start=1):
         # What a death costs: the time that the round of that moment, and the next one, stood still.
         step = 2 * PERIOD * worker

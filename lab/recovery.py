@@ -2,11 +2,14 @@
 
     python lab/recovery.py --out lab/results/recovery.json
 
-Four workers train a little network, averaging every ten steps. When they are at step 105 one thing happens: a worker is
-killed between rounds, or when its transfer begins; killed and started again; stopped for some seconds; gets NaN into
-its parameters; whatever all depend on is killed (Cadenza's store, torchft's lighthouse, torchrun itself); or everything
-is killed, and started again from the last checkpoint, which is written at every averaging. Cadenza and torchft have the
-same patience: 1 s without a heart-beat, 3 s for who is late. torchrun restarts all workers, from the checkpoint.
+    python lab/recovery.py --systems cadenza torchft --workers 3 --runs 5 --out lab/results/beside_torchft.json
+
+Some workers train a little network, averaging every ten steps. When they are at step 105 one thing happens: a worker is
+killed between rounds, when its transfer begins, or when the values are there and it is asked whether they count; killed
+and started again; stopped for some seconds; gets NaN into its parameters; whatever all depend on is killed (Cadenza's
+store, torchft's lighthouse, torchrun itself); or everything is killed, and started again from the last checkpoint,
+which is written at every averaging. Cadenza and torchft have the same patience: 1 s without a heart-beat, 3 s for who
+is late. torchrun restarts all workers, from the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-WORKERS, STEPS, STEP_S, AT = 4, 300, 0.05, 105
+STEPS, STEP_S, AT = 400, 0.05, 105
 VICTIM = 2
-FAULTS = ("nothing", "kill", "kill in a round", "kill and return", "stop", "nan", "store", "everything")
+MOMENTS = {"kill in a round": "transfer", "kill in the vote": "vote"}
+FAULTS = ("nothing", "kill", *MOMENTS, "kill and return", "stop", "nan", "store", "everything")
 SYSTEMS = ("cadenza", "torchft", "torchrun")
 STOP_S, RETURN_S, AWAY_S = 5.0, 2.0, 3.0
 PATIENCE_S = 90.0
@@ -42,13 +46,15 @@ PATIENCE_S = 90.0
 class Job:
     """Workers under one system, and what they depend on."""
 
-    def __init__(self, system: str, logs: Path, stack: ExitStack, quorum_retries: int, *, save: bool) -> None:
+    def __init__(self, system: str, fault: str, logs: Path, stack: ExitStack, given: argparse.Namespace) -> None:
         self.system, self.logs, self._stack = system, logs, stack
-        self._options = [f"--quorum-retries={quorum_retries}", *(["--save"] if save else [])]
+        self.workers = given.workers
+        self._options = [f"--quorum-retries={given.quorum_retries}", *(["--save"] if fault == "everything" else [])]
+        self._options += [f"--moment={MOMENTS[fault]}"] if fault in MOMENTS else []
         self._port = _free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self._environment |= {"CADENZA_STORE": f"127.0.0.1:{self._port}", "WORLD_SIZE": str(WORKERS)}
+        self._environment |= {"CADENZA_STORE": f"127.0.0.1:{self._port}", "WORLD_SIZE": str(self.workers)}
         self._environment |= {"LIGHTHOUSE": f"http://127.0.0.1:{self._port}", "MASTER_ADDR": "127.0.0.1"}
         # Without it workers that start again find stale addresses in torchrun's store, and hang.
         self._environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -62,7 +68,7 @@ class Job:
 
     def start(self) -> None:
         self.start_store()
-        for worker in range(WORKERS if self.system != "torchrun" else 0):
+        for worker in range(self.workers if self.system != "torchrun" else 0):
             self.start_worker(worker)
 
     def start_store(self) -> None:
@@ -78,7 +84,7 @@ class Job:
                 "--heartbeat_timeout_ms=1000",
             ],
             "torchrun": [
-                *(self.python, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}", "--max-restarts=5"),
+                *(self.python, "-m", "torch.distributed.run", f"--nproc-per-node={self.workers}", "--max-restarts=5"),
                 *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", *script),
             ],
         }[self.system]
@@ -112,7 +118,7 @@ class Job:
 
     def is_over(self) -> bool:
         """Whether no worker is left, and nobody who would start one."""
-        told = [line["process"] for worker in range(WORKERS) for line in self.said(worker) if "process" in line]
+        told = [line["process"] for worker in range(self.workers) for line in self.said(worker) if "process" in line]
         launchers = (
             self._processes if self.system == "torchrun" else [p for p in self._processes if p is not self.store]
         )
@@ -128,7 +134,7 @@ class Job:
 
     def end_orphans(self) -> None:
         """End workers whose launcher is gone."""
-        for worker in range(WORKERS):
+        for worker in range(self.workers):
             for line in self.said(worker):
                 with suppress(OSError):
                     if str(self.logs) in Path(f"/proc/{line.get('process')}/cmdline").read_text():
@@ -144,7 +150,7 @@ class Job:
             self.signal(VICTIM, signal.SIGSTOP)
             time.sleep(STOP_S)
             self.signal(VICTIM, signal.SIGCONT)
-        elif fault == "kill in a round":
+        elif fault in MOMENTS:
             self.signal(VICTIM, signal.SIGUSR2)
         elif fault == "nan":
             self.signal(VICTIM, signal.SIGUSR1)
@@ -162,23 +168,24 @@ class Job:
                 self.start_store()
 
 
-def run(system: str, fault: str, quorum_retries: int) -> dict[str, Any]:
+def run(system: str, fault: str, given: argparse.Namespace) -> dict[str, Any]:
     """Let a fault happen to a job; return what it has cost the other workers."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder, ExitStack() as stack:
         logs = Path(folder)
-        job = Job(system, logs, stack, quorum_retries, save=fault == "everything")
+        job = Job(system, fault, logs, stack, given)
+        everyone = range(given.workers)
         deadline = time.monotonic() + PATIENCE_S
-        while min(job.step(worker) for worker in range(WORKERS)) < AT and time.monotonic() < deadline:
+        while min(job.step(worker) for worker in everyone) < AT and time.monotonic() < deadline:
             time.sleep(0.02)
         struck_at = time.time()
         job.strike(fault)
-        lost = {VICTIM} if fault in ("kill", "kill in a round") and system != "torchrun" else set()
-        expected = [worker for worker in range(WORKERS) if worker not in lost]
+        lost = {VICTIM} if fault in ("kill", *MOMENTS) and system != "torchrun" else set()
+        expected = [worker for worker in everyone if worker not in lost]
         while time.monotonic() < deadline and not all(_ended(job.said(worker)) for worker in expected):
             if job.is_over():
                 break
             time.sleep(0.1)
-        said = {worker: job.said(worker) for worker in range(WORKERS)}
+        said = {worker: job.said(worker) for worker in everyone}
         for name in ("worker-0", "store"):
             if (logs / f"{name}.err").exists():
                 shutil.copy(logs / f"{name}.err", Path(tempfile.gettempdir()) / f"recovery-{system}-{name}.err")
@@ -202,8 +209,19 @@ def judged(said: dict[int, list[dict[str, Any]]], struck_at: float, expected: li
         "ended": len(ends),
         "finite": bool(ends) and all(end["finite"] for end in ends),
         "equal": len({end["digest"] for end in ends}) == 1,
+        "unlike_rounds": _unlike(said, survivors),
         "back_s": round(back[0] - started[0], 2) if back and fault == "kill and return" else None,
     }
+
+
+def _unlike(said: dict[int, list[dict[str, Any]]], survivors: list[int]) -> list[int]:
+    """Return the steps after whose round two survivors held other bits."""
+    found: dict[int, set[str]] = {}
+    for worker in survivors:
+        last = {line["step"]: line["digest"] for line in said[worker] if "step" in line and "digest" in line}
+        for step, digest in last.items():
+            found.setdefault(step, set()).add(digest)
+    return sorted(step for step, digests in found.items() if len(digests) > 1)
 
 
 def _pauses(lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
@@ -231,15 +249,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--quorum-retries", type=int, default=0, help="torchft's; noted in the name")
     parser.add_argument("--out", type=Path, default=Path("lab/results/recovery.json"))
     given = parser.parse_args()
     told: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    for system in given.systems:
+    for _ in range(given.runs):
         for fault in given.faults:
-            for _ in range(given.runs):
-                found = run(system, fault, given.quorum_retries)
+            for system in given.systems:  # by turns: the machine is not equally quiet all the time
+                found = run(system, fault, given)
                 name = f"{system}, quorum_retries={given.quorum_retries}" if given.quorum_retries else system
                 told.setdefault(name, {}).setdefault(fault, []).append(found)
                 print(system, fault, json.dumps(found), flush=True)

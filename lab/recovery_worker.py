@@ -29,26 +29,39 @@ OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 @dataclass
 class System:
-    """How far the training is, what is done after each step of the optimizer, and whose method begins a transfer."""
+    """How far the training is, what is done after each step of the optimizer, and whose method begins what in a round.
+
+    Attributes:
+        rounds: How many rounds have landed.
+        moments: By name, an object and its method: "transfer", when all have agreed on who is in the round, and "vote",
+            when the values are there and it is asked whether they count.
+    """
 
     progress: Callable[[], int]
+    rounds: Callable[[], int]
     step: Callable[[], None]
     finish: Callable[[], None]
-    owner: Any
-    transfer: str
+    moments: dict[str, tuple[Any, str]]
 
-    def doom(self) -> None:
-        """Let this process die when the next round's transfer begins: all have agreed on who is in it by then."""
-        setattr(self.owner, self.transfer, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    def doom(self, moment: str) -> None:
+        """Let this process die at a moment of the next round."""
+        setattr(*self.moments[moment], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def cadenza(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:
     import cadenza
     from cadenza import checkpoint
+    from cadenza.participants.vote import Vote
 
     logging.basicConfig(level=logging.WARNING)
     strategy = cadenza.diloco(PERIOD, outer_lr=OUTER["lr"], faults=cadenza.shrink(grace_s=PATIENCE_S))
-    sync = cadenza.attach(model, optimizer, strategy, membership=cadenza.join())
+    landed: list[int] = []
+
+    def count(report: cadenza.RoundReport) -> None:
+        if report.kind == "round":
+            landed.append(report.step)
+
+    sync = cadenza.attach(model, optimizer, strategy, membership=cadenza.join(), observers=[count])
     parts = {"model": model, "optimizer": optimizer, "sync": sync}
     if given.save and (folder := checkpoint.latest(given.into)):
         checkpoint.load(folder, **parts)
@@ -58,7 +71,8 @@ def cadenza(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.
         if given.save and sync.clock % PERIOD == 0:
             checkpoint.save(given.into / f"step-{sync.clock}", **parts)
 
-    return System(lambda: sync.clock, step, sync.finish, sync.replica.participants, "agree")
+    moments = {"transfer": (sync.replica.participants, "agree"), "vote": (Vote, "ready")}
+    return System(lambda: sync.clock, lambda: len(landed), step, sync.finish, moments)
 
 
 def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:
@@ -96,7 +110,8 @@ def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.
     def progress() -> int:
         return manager.current_step() * PERIOD + method._local_step
 
-    return System(progress, lambda: None, finish, manager, "allreduce")
+    moments = {"transfer": (manager, "allreduce"), "vote": (manager, "should_commit")}
+    return System(progress, manager.current_step, lambda: None, finish, moments)
 
 
 def torchrun(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse.Namespace) -> System:
@@ -120,7 +135,14 @@ def torchrun(model: nn.Module, optimizer: torch.optim.Optimizer, given: argparse
     def finish() -> None:
         averager.average_parameters(model.parameters())
 
-    return System(lambda: averager.step, step, finish, dist, "all_reduce")
+    return System(
+        lambda: averager.step, lambda: averager.step // PERIOD, step, finish, {"transfer": (dist, "all_reduce")}
+    )
+
+
+def digest(model: nn.Module) -> str:
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
 def main() -> None:
@@ -130,6 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--quorum-retries", type=int, default=0)
+    parser.add_argument("--moment", default="transfer", help="at which moment of a round SIGUSR2 kills it")
     parser.add_argument("--save", action="store_true", help="torchrun's workers always do")
     parser.add_argument("--into", type=Path, required=True)
     given = parser.parse_args()
@@ -150,6 +173,7 @@ def main() -> None:
         say(process=os.getpid())
         system = {"cadenza": cadenza, "torchft": torchft, "torchrun": torchrun}[given.system](model, optimizer, given)
         data = torch.Generator().manual_seed(1000 * given.worker + system.progress())
+        rounds = system.rounds()
         while system.progress() < given.steps:
             batch = torch.randn(16, 64, generator=data)
             loss = (model(batch) - batch.flip(1)).square().mean()
@@ -160,15 +184,15 @@ def main() -> None:
                 with torch.no_grad():
                     next(model.parameters()).fill_(float("nan"))
             if doomed:
-                system.doom()
+                system.doom(given.moment)
             optimizer.step()
             time.sleep(given.step_s)
             system.step()
-            say(step=system.progress())
+            say(step=system.progress(), **({"digest": digest(model)} if system.rounds() > rounds else {}))
+            rounds = system.rounds()
         system.finish()
-        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
-        say(end=True, finite=bool(flat.isfinite().all()), digest=digest)
+        finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        say(end=True, finite=finite, digest=digest(model))
     os._exit(0)  # torchft's threads would wait
 
 

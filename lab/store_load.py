@@ -26,6 +26,7 @@ import cadenza
 from cadenza.participants.elastic import ElasticParticipants
 from cadenza.participants.group_keeper import GroupKeeper
 from cadenza.participants.membership import join
+from cadenza.participants.roster import group_name
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.store import StoreConnection, serve
@@ -73,8 +74,11 @@ class Counting(dist.Store):
 class _Nothing:
     """A state with nothing in it."""
 
-    def refit(self) -> None:
+    def refit(self, level: int) -> None:
         """There is nothing to fit."""
+
+    def adopt(self, *_: Any, **__: Any) -> None:
+        """There is nothing to take."""
 
 
 class Crowd:
@@ -86,7 +90,7 @@ class Crowd:
             join(f"127.0.0.1:{port}", worker=w, workers=workers, job=f"of {workers}", lease_s=2.0, wait_s=120.0)
             for w in range(workers)
         ]
-        self.participants = [ElasticParticipants(one, policy, plan, "the same") for one in self.memberships]
+        self.participants = [ElasticParticipants(one, policy, [plan], "the same") for one in self.memberships]
         self.times: list[float] = []
 
     def start(self) -> None:
@@ -147,6 +151,14 @@ def _opened(original: Any) -> Any:
     return open_counted
 
 
+def _told(_: Any, __: Any, ___: int, facts: dict[str, Any], **____: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {**facts, "state": {}}, {}
+
+
+def _names(members: tuple[int, ...]) -> tuple[str, ...]:
+    return (group_name("the last", members),) if members else ()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
@@ -156,12 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as patches:
         for what, name, stands_for in (
             (StoreConnection, "_open", _opened(getattr(StoreConnection, "_open"))),  # noqa: B009
-            (GroupKeeper, "form", lambda *_, **__: None),
-            (GroupKeeper, "among", lambda *_, **__: contextlib.nullcontext()),
+            (GroupKeeper, "form", lambda self, roster, *_, **__: vars(self).update(formed=roster.members)),
+            (GroupKeeper, "names", lambda self: _names(getattr(self, "formed", ()))),
+            (GroupKeeper, "among_concerned", lambda *_, **__: None),
         ):
             patches.enter_context(mock.patch.object(what, name, stands_for))
-        facts = mock.patch("cadenza.participants.elastic.transfer_state", lambda *given, **_: given[3])
-        patches.enter_context(facts)
+        told = mock.patch("cadenza.participants.circle.transfer_state", _told)
+        patches.enter_context(told)
         results = []
         for workers in given.workers:
             results.append(measure(workers, store.port))

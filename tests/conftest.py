@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `support` is importable whatev
 from cadenza.codecs import native
 from cadenza.codecs.kernels import using
 from cadenza.participants.name_lookup import use_hosts_file_only
+from cadenza.participants.store import serve
 from support.ranks import RankPool
 
 use_hosts_file_only()  # the stores of tests are in this process: docs/reliability.md
@@ -49,6 +50,14 @@ def rank_pool() -> Iterator[RankPool]:
 def ranks(rank_pool: RankPool) -> RankPool:
     """``ranks.run(4, function, *args)``: the results of a function on four real Gloo ranks."""
     return rank_pool
+
+
+@pytest.fixture
+def store() -> Iterator[int]:
+    """The port of a store that outlives the workers."""
+    server = serve(host="127.0.0.1")
+    yield server.port
+    del server
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.quality.figures import PUBLISHED, baseline_of, excess, final_of, trail
 from lab.quality.records import Records
-from lab.quality.studies import QUEUE, Study
+from lab.quality.studies import QUEUE, Study, Variant, find
 
 __all__ = ["draw"]
 
-OURS, THEIRS, DDP = "#c2410c", "#475569", "#94a3b8"
+OURS, THEIRS, DDP = {"35k": "#ea9a5b", "170k": "#c2410c", "830k": "#7c2d12"}, "#475569", "#94a3b8"
+PARAMETERS = {"35k": 35_000, "170k": 170_000, "830k": 830_000}
+PUBLISHED_PARAMETERS = {"35 M": 35e6, "335 M": 335e6, "2.4 B": 2.4e9}
 
 
 def draw(records: Records, folder: Path) -> Iterator[Path]:
@@ -26,13 +28,14 @@ def draw(records: Records, folder: Path) -> Iterator[Path]:
         ("quality_batch", by_batch),
         ("quality_period", by_period),
         ("quality_bytes", by_bytes),
+        ("quality_size", by_size),
     ):
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(5.2, 3.4))
         if drawn(axes, records):
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, fontsize=7)
             figure.tight_layout()
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             yield folder / f"{name}.svg"
@@ -43,18 +46,36 @@ def by_workers(axes: Any, records: Records) -> bool:
     """Draw the excess over DDP by the number of workers, beside the published points."""
     for label, points in PUBLISHED.items():
         axes.plot(list(points), list(points.values()), "o--", color=THEIRS, alpha=0.6, label=f"{label}, published")
+    drawn = _lines(axes, records, lambda study: study.fixed.workers, period=30)
+    axes.axhline(0, color=DDP, lw=1)
+    _along(axes, "workers", (1, 2, 4, 8))
+    axes.set_ylabel("loss against DDP, %")
+    return drawn
+
+
+def by_period(axes: Any, records: Records) -> bool:
+    """Draw the excess over DDP by the period, of four workers."""
+    drawn = _lines(axes, records, lambda study: study.fixed.strategy["period"], workers=4)
+    _along(axes, "period, steps", (8, 30, 100))
+    axes.set_ylabel("loss against DDP, %")
+    return drawn
+
+
+def by_size(axes: Any, records: Records) -> bool:
+    """Draw the excess over DDP of four workers by the model's size, beside the published points."""
+    sizes = [PUBLISHED_PARAMETERS[label] for label in PUBLISHED]
+    axes.plot(sizes, [points[4] for points in PUBLISHED.values()], "o--", color=THEIRS, label="published")
     found = []
-    for study in _dilocos(period=30):
+    for study in _dilocos(workers=4, period=30):
         ours, theirs = final_of(study, records), final_of(baseline_of(study), records)
         if ours is not None and theirs is not None:
-            found.append((study.fixed.workers, *excess(ours, theirs)))
-    if not found:
+            found.append((PARAMETERS[study.fixed.size], *excess(ours, theirs)))
+    if len(found) < 2:
         return False
-    workers, excesses, errors = zip(*sorted(found), strict=True)
-    axes.errorbar(workers, excesses, yerr=errors, fmt="o-", color=OURS, capsize=3, label="0.17 M, here")
+    parameters, excesses, errors = zip(*sorted(found), strict=True)
+    axes.errorbar(parameters, excesses, yerr=errors, fmt="o-", color=OURS["170k"], capsize=3, label="here")
     axes.axhline(0, color=DDP, lw=1)
-    axes.set(xscale="log", xticks=(1, 2, 4, 8), xticklabels=("1", "2", "4", "8"), xlabel="workers")
-    axes.set_ylabel("loss against DDP, %")
+    axes.set(xscale="log", xlabel="parameters", ylabel="four workers against DDP, %")
     return True
 
 
@@ -71,41 +92,62 @@ def by_batch(axes: Any, records: Records) -> bool:
         if len(best) > 1:
             axes.plot(sorted(best), [best[tokens] for tokens in sorted(best)], "o-", label=entry.name)
             drawn = True
-    axes.set(xscale="log", xlabel="tokens in a step of all workers", ylabel="validation loss, nats")
+    _along(axes, "tokens in a step of all workers", (128, 256, 512, 1024))
+    axes.set_ylabel("validation loss, nats")
     return drawn
-
-
-def by_period(axes: Any, records: Records) -> bool:
-    """Draw the excess over DDP by the period, of four workers."""
-    found = []
-    for study in _dilocos(workers=4):
-        ours, theirs = final_of(study, records), final_of(baseline_of(study), records)
-        if ours is not None and theirs is not None:
-            found.append((study.fixed.strategy["period"], *excess(ours, theirs)))
-    if len(found) < 2:
-        return False
-    periods, excesses, errors = zip(*sorted(found), strict=True)
-    axes.errorbar(periods, excesses, yerr=errors, fmt="o-", color=OURS, capsize=3, label="DiLoCo, 4 workers")
-    axes.set(xscale="log", xlabel="period, steps", ylabel="loss against DDP, %")
-    return True
 
 
 def by_bytes(axes: Any, records: Records) -> bool:
-    """Draw the final loss of every method with four workers by what a worker has sent."""
+    """Draw the final loss of every method with four workers by what a worker has sent, on the smallest model."""
     drawn = False
     for entry in QUEUE:
         final = final_of(entry, records)
-        if final is None or final.setting.workers != 4 or final.setting.size != "170k":
+        if final is None or final.setting.workers != 4 or final.setting.size != "35k" or not _is_method(entry):
             continue
-        axes.errorbar(final.bytes_sent / 1e6, final.mean, yerr=final.spread, fmt="o", capsize=3, label=entry.name)
+        marker = "o" if isinstance(entry, Study) else "s"
+        name = entry.name.removesuffix(" 35k").replace(" 4 workers period 30", "").replace(" 4 workers", "")
+        axes.errorbar(final.bytes_sent / 1e6, final.mean, yerr=final.spread, fmt=marker, capsize=3, label=name)
         drawn = True
-    axes.set(xscale="log", xlabel="MB that a worker has sent", ylabel="loss, nats")
+    baseline = final_of(find("ddp 35k"), records)
+    if baseline is not None:
+        axes.axhline(baseline.mean, color=DDP, lw=1, label="ddp")
+    _along(axes, "MB that a worker has sent", (2, 5, 10, 20, 50, 100, 200, 500))
+    axes.set_ylabel("loss, nats")
     return drawn
 
 
-def _dilocos(**wanted: int) -> list[Study]:
+def _along(axes: Any, label: str, ticks: Sequence[int]) -> None:
+    """Let the axis below be logarithmic, with whole numbers on it."""
+    left, right = axes.get_xlim()
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel=label, xlim=(max(left, 0.6 * ticks[0]), right))
+
+
+def _is_method(entry: Study | Variant) -> bool:
+    return isinstance(entry, Study) or "codec" in entry.strategy
+
+
+def _lines(axes: Any, records: Records, along: Callable[[Study], int], **wanted: int) -> bool:
+    """Draw DiLoCo's excess over DDP along something, a line for each size of model; say whether there is any."""
+    drawn = False
+    for size, color in OURS.items():
+        found = []
+        for study in _dilocos(size=size, **wanted):
+            ours, theirs = final_of(study, records), final_of(baseline_of(study), records)
+            if ours is not None and theirs is not None:
+                found.append((along(study), *excess(ours, theirs)))
+        if len(found) > 1:
+            places, excesses, errors = zip(*sorted(found), strict=True)
+            axes.errorbar(places, excesses, yerr=errors, fmt="o-", color=color, capsize=3, label=f"{size}, here")
+            drawn = True
+    return drawn
+
+
+def _dilocos(size: str | None = None, **wanted: int) -> list[Study]:
     studies = [entry for entry in QUEUE if isinstance(entry, Study) and entry.fixed.strategy["name"] == "diloco"]
-    studies = [s for s in studies if s.fixed.size == "170k" and not s.name.startswith("default task")]
+    studies = [s for s in studies if size in (None, s.fixed.size) and not s.name.startswith("default task")]
     return [
         s for s in studies if all({**s.fixed.strategy, "workers": s.fixed.workers}[k] == v for k, v in wanted.items())
     ]

@@ -11,7 +11,19 @@ from lab.quality.records import Records
 from lab.quality.studies import SEEDS, TUNING_SEED, Study, Variant, find
 from lab.quality.training import Setting
 
-__all__ = ["BARS", "PUBLISHED", "Bar", "Final", "baseline_of", "change_of", "excess", "final_of", "trail"]
+__all__ = [
+    "BARS",
+    "PUBLISHED",
+    "Bar",
+    "CodecBar",
+    "Final",
+    "NearerBar",
+    "baseline_of",
+    "change_of",
+    "excess",
+    "final_of",
+    "trail",
+]
 
 # Loss against data parallel, each side tuned, period 30, by workers (arXiv 2503.09799, table 4), in percent.
 PUBLISHED = {
@@ -123,17 +135,74 @@ class Bar:
     entry: str
     most: float
 
+    @property
+    def bound(self) -> str:
+        return f"{self.most:+.1f} % against DDP"
+
     def verdict(self, records: Records) -> str:
-        entry = find(self.entry)
-        ours, theirs = final_of(entry, records), final_of(baseline_of(entry), records)
+        found = _excess_of(self.entry, records)
+        return "not measured yet" if found is None else _told(found, found[0] <= self.most)
+
+
+@dataclass(frozen=True)
+class CodecBar:
+    """How much a codec may cost, in percent of what its method ends with in fp32, beyond the spread of seeds."""
+
+    name: str
+    entry: str
+    most: float
+
+    @property
+    def bound(self) -> str:
+        return f"{self.most:+.1f} % against fp32"
+
+    def verdict(self, records: Records) -> str:
+        variant = find(self.entry)
+        assert isinstance(variant, Variant)
+        found = change_of(variant, records)
+        if len(found) < len(SEEDS):
+            return "not measured yet"
+        mean, error = statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5
+        return _told((mean, error), mean - error <= self.most)
+
+
+@dataclass(frozen=True)
+class NearerBar:
+    """One entry is to be nearer its own baseline than another one is its."""
+
+    name: str
+    entry: str
+    other: str
+
+    @property
+    def bound(self) -> str:
+        return f"nearer its DDP than {self.other}"
+
+    def verdict(self, records: Records) -> str:
+        ours, theirs = _excess_of(self.entry, records), _excess_of(self.other, records)
         if ours is None or theirs is None:
             return "not measured yet"
-        found, error = excess(ours, theirs)
-        return f"{found:+.2f} % ± {error:.2f}: {'held' if found <= self.most else 'missed'}"
+        return f"{_told(ours, ours[0] <= theirs[0])} ({theirs[0]:+.2f} %)"
+
+
+def _excess_of(name: str, records: Records) -> tuple[float, float] | None:
+    entry = find(name)
+    ours, theirs = final_of(entry, records), final_of(baseline_of(entry), records)
+    return None if ours is None or theirs is None else excess(ours, theirs)
+
+
+def _told(found: tuple[float, float], held: bool) -> str:
+    return f"{found[0]:+.2f} % ± {found[1]:.2f}: {'held' if held else 'missed'}"
 
 
 BARS = (
     Bar("one replica with an outer step", "diloco 1 workers period 30", 0.0),
     Bar("two workers", "diloco 2 workers period 30", 1.5),
     Bar("four workers", "diloco 4 workers period 30", 4.0),
+    NearerBar("Muon inside, four workers", "muloco 4 workers period 30", "diloco 4 workers period 30"),
+    CodecBar("int8 with feedback", "int8 with feedback", 0.5),
+    CodecBar("4 bits with feedback", "4 bits with feedback", 0.5),
+    NearerBar("Muon inside, 35 k parameters", "muloco 4 workers period 30 35k", "diloco 4 workers period 30 35k"),
+    CodecBar("int8 with feedback, 35 k parameters", "int8 with feedback 35k", 0.5),
+    CodecBar("4 bits with feedback, 35 k parameters", "4 bits with feedback 35k", 0.5),
 )

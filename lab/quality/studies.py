@@ -35,6 +35,7 @@ class Study:
         fixed: What is not tuned.
         axes: What is; `start` has a value for each, and for whatever of the strategy stays as it is.
         after: A study that must have ended; its best values are this one's start, where they share an axis.
+        seeds: Of the final runs; none where only the setting is asked for.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Study:
     axes: Mapping[str, Axis]
     start: Mapping[str, Any]
     after: str | None = None
+    seeds: Sequence[int] = SEEDS
 
     def setting(self, point: Mapping[str, Any], seed: int = TUNING_SEED) -> Setting:
         own = {name: value for name, value in point.items() if name in OWN}
@@ -76,7 +78,7 @@ class Study:
         if found.wanted:
             return [self.setting(point) for point in found.wanted]
         tuned = self.tuned(records)
-        return [] if tuned is None else _missing_seeds(tuned, SEEDS, records)
+        return [] if tuned is None else _missing_seeds(tuned, self.seeds, records)
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,12 @@ def _method(
     start: Mapping[str, Any],
     strategy: Mapping[str, Any] | None = None,
     after: str | None = None,
+    held: Sequence[str] = (),
     **more: Any,
 ) -> Study:
     keys = {"name": method, **({} if period is None else {"period": period}), **(strategy or {})}
     known = {"lr": LR, "batch": BATCH, "outer_lr": OUTER_LR, "outer_momentum": MOMENTUM, "beta": BETA}
-    axes = {name: axis for name, axis in known.items() if name in start}
+    axes = {name: axis for name, axis in known.items() if name in start and name not in held}
     first = {"batch": start["batch"], "lr": start["lr"]}
     fixed = Setting(keys, workers=workers, seed=TUNING_SEED, size=size, inner=inner, **first, **more)
     words = f"{method} {workers} workers" + ("" if period is None else f" period {period}")
@@ -163,14 +166,57 @@ def _default_task(method: str, *, start: Mapping[str, Any], **strategy: Any) -> 
         context=128,
     )
     known = {"lr": LR, "outer_lr": OUTER_LR, "outer_momentum": MOMENTUM}
-    return Study(f"default task, {method}", fixed, {k: a for k, a in known.items() if k in start}, start)
+    return Study(f"default task, {method}", fixed, {k: a for k, a in known.items() if k in start}, start, seeds=())
 
 
 _FOUR = "diloco 4 workers period 30"
-_START = {"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.8, "batch": 2}
+_FOUR_SMALL = f"{_FOUR} 35k"
+_STREAMING = "streaming_diloco 4 workers period 30 35k"
+_OUTER = {"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.8}
+_START = {**_OUTER, "batch": 2}
+_SMALL_TOKENS = 9216 * 256  # of the smallest and of the largest model
 _MULOCO = "muloco 4 workers period 30"
 
-# The bars first, then what might win points, then the other methods, numbers of workers and periods.
+
+def _small(method: str, workers: int = 4, period: int | None = 30, **more: Any) -> Study:
+    """Return a study of the smallest model, which pays for breadth; its batch is that of DiLoCo's four workers."""
+    more.setdefault("start", {"lr": 8e-3})
+    start = {"batch": 4 // min(workers, 4), **more.pop("start")}
+    return _method(method, workers, period, size="35k", held=("batch",), start=start, tokens=_SMALL_TOKENS, **more)
+
+
+def _candidates(of: str, steps: int, seeds: Sequence[int]) -> tuple[Variant, ...]:
+    """Return what might bring workers that meet seldom nearer to DDP, each alone."""
+    rounds, size = steps // 30, "" if of == _FOUR else " 35k"
+    return (
+        Variant(f"moments averaged{size}", of, strategy={"optimizer_state": "average"}, seeds=seeds),
+        Variant(f"gradients averaged in the first tenth{size}", of, strategy={"warmup_steps": 900}, seeds=seeds),
+        Variant(
+            f"period from 8 to 60{size}",
+            of,
+            strategy={"period": {"1": 8, str(steps // 9): 30, str(2 * steps // 3): 60}},
+            seeds=seeds,
+        ),
+        Variant(
+            f"outer rate rises over a fifth of the rounds{size}",
+            of,
+            strategy={"outer_factors": {"0": 0.3, str(rounds // 15): 0.6, str(rounds // 5): 1.0}},
+            seeds=seeds,
+        ),
+        Variant(
+            f"outer rate halved in the last fifth of the rounds{size}",
+            of,
+            strategy={"outer_factors": {str(4 * rounds // 5): 0.5}},
+            seeds=seeds,
+        ),
+        Variant(f"no weight decay{size}", of, {"decay": 0.0}, seeds=seeds),
+        Variant(f"weight decay times 4{size}", of, {"decay": 4.0}, seeds=seeds),
+        Variant(f"beta2 0.999{size}", of, {"betas": (0.9, 0.999)}, seeds=seeds),
+    )
+
+
+# The bars first, with the default task for its recipes, then the smallest model: other periods and numbers of workers,
+# what might win points, the other methods. Then the same on the usual model.
 QUEUE: tuple[Study | Variant, ...] = (
     _ddp(),
     _method("diloco", 4, start=_START),
@@ -178,44 +224,43 @@ QUEUE: tuple[Study | Variant, ...] = (
     _method("diloco", 1, start={**_START, "batch": 8}, after=_FOUR),
     Variant("int8 with feedback", _FOUR, strategy={"codec": "int8+feedback"}),
     Variant("4 bits with feedback", _FOUR, strategy={"codec": "e3m0+feedback"}),
-    Variant("moments averaged", _FOUR, strategy={"optimizer_state": "average"}, seeds=(TUNING_SEED,)),
-    Variant("gradients averaged in the first tenth", _FOUR, strategy={"warmup_steps": 900}, seeds=(TUNING_SEED,)),
-    Variant("period from 8 to 60", _FOUR, strategy={"period": {"1": 8, "1000": 30, "6000": 60}}, seeds=(TUNING_SEED,)),
-    Variant(
-        "outer rate rises over 60 rounds",
-        _FOUR,
-        strategy={"outer_factors": {"0": 0.3, "20": 0.6, "60": 1.0}},
-        seeds=(TUNING_SEED,),
-    ),
-    Variant(
-        "outer rate halved in the last 60 rounds", _FOUR, strategy={"outer_factors": {"240": 0.5}}, seeds=(TUNING_SEED,)
-    ),
-    Variant("no weight decay", _FOUR, {"decay": 0.0}, seeds=(TUNING_SEED,)),
-    Variant("weight decay times 4", _FOUR, {"decay": 4.0}, seeds=(TUNING_SEED,)),
-    Variant("beta2 0.999", _FOUR, {"betas": (0.9, 0.999)}, seeds=(TUNING_SEED,)),
-    Variant("ddp, beta2 0.999", "ddp", {"betas": (0.9, 0.999)}, seeds=(TUNING_SEED,)),
-    Variant("ddp, weight decay times 4", "ddp", {"decay": 4.0}, seeds=(TUNING_SEED,)),
     _default_task("ddp", start={"lr": 1.6e-2}),
-    _default_task("diloco", period=16, start={"lr": 8e-3, "outer_lr": 1.0, "outer_momentum": 0.4}),
-    _default_task("local_sgd", period=16, start={"lr": 1.6e-2}),
+    _default_task("diloco", period=16, start={"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.6}),
     _ddp(inner="muon", lr=1.6e-2),
     _method("muloco", 4, inner="muon", start={**_START, "lr": 1.6e-2}),
     Variant("muloco, 4 bits with feedback", _MULOCO, strategy={"codec": "e3m0+feedback"}),
-    _method("local_sgd", 4, start={"lr": 8e-3, "batch": 2}),
-    _method("post_local_sgd", 4, start={"lr": 8e-3, "batch": 2}, strategy={"warmup_steps": 1000}),
-    _method("hierarchical", 4, None, start={"lr": 8e-3, "batch": 2}, strategy={"levels": {"8": 2, "30": "all"}}),
-    _method("slowmo", 4, start={"lr": 8e-3, "batch": 2, "beta": 0.6}),
-    _method("streaming_diloco", 4, start=_START, strategy={"layers": 1, "delay": 2}, after=_FOUR),
-    _method("sparse_loco", 4, start={"lr": 8e-3, "batch": 2, "outer_lr": 1.0}),
-    _method("edit", 4, start=_START, after=_FOUR),
-    _method("des_loc", 4, start={"lr": 8e-3, "batch": 2}),
+    _ddp("35k", tokens=_SMALL_TOKENS, batch=4),
+    _small("diloco", start=_OUTER),
+    *(_small("diloco", 4, period, start=_OUTER, after=_FOUR_SMALL) for period in (100, 8)),
+    _small("diloco", 8, start=_OUTER, after=_FOUR_SMALL),
+    _small("streaming_diloco", start=_OUTER, strategy={"layers": 1, "delay": 2}, after=_FOUR_SMALL),
+    _ddp("35k", inner="muon", lr=3.2e-2, batch=4, tokens=_SMALL_TOKENS),
+    _small("muloco", inner="muon", start={**_OUTER, "lr": 3.2e-2}),
+    Variant("streaming, nothing mixed in 35k", _STREAMING, strategy={"alpha": 0.0}, seeds=(TUNING_SEED,)),
+    Variant("streaming, fp32 35k", _STREAMING, strategy={"codec": "fp32"}, seeds=(TUNING_SEED,)),
+    Variant(
+        "streaming, 4 bits with feedback 35k", _STREAMING, strategy={"codec": "e3m0+feedback"}, seeds=(TUNING_SEED,)
+    ),
+    Variant("int8 with feedback 35k", _FOUR_SMALL, strategy={"codec": "int8+feedback"}),
+    Variant("4 bits with feedback 35k", _FOUR_SMALL, strategy={"codec": "e3m0+feedback"}),
+    _small("local_sgd"),
+    *_candidates(_FOUR_SMALL, 9216, SEEDS),
+    _small("slowmo", start={"lr": 8e-3, "beta": 0.6}),
+    _small("sparse_loco", start={"lr": 8e-3, "outer_lr": 1.0}),
+    _small("hierarchical", 4, None, strategy={"levels": {"8": 2, "30": "all"}}),
+    _small("post_local_sgd", strategy={"warmup_steps": 1000}),
+    _small("edit", start=_OUTER, after=_FOUR_SMALL),
+    _small("des_loc"),
+    *(_small("diloco", workers, start=_OUTER, after=_FOUR_SMALL) for workers in (2, 1)),
+    Variant("ddp, beta2 0.999 35k", "ddp 35k", {"betas": (0.9, 0.999)}),
+    Variant("ddp, weight decay times 4 35k", "ddp 35k", {"decay": 4.0}),
+    *_candidates(_FOUR, 9216, (TUNING_SEED,)),
+    _default_task("local_sgd", period=16, start={"lr": 1.6e-2}),
     _method("diloco", 8, start={**_START, "batch": 1}, after=_FOUR),
     _method("diloco", 4, 8, start=_START, after=_FOUR),
     _method("diloco", 4, 100, start=_START, after=_FOUR),
-    _ddp("35k", tokens=9216 * 256, batch=4),
-    _method("diloco", 4, size="35k", start={**_START, "batch": 1}, after=_FOUR, tokens=9216 * 256),
-    _ddp("830k", tokens=9216 * 1024, lr=4e-3, batch=16),
-    _method("diloco", 4, size="830k", start={**_START, "batch": 4, "lr": 4e-3}, tokens=9216 * 1024),
+    _ddp("830k", tokens=_SMALL_TOKENS, lr=4e-3, batch=4),
+    _method("diloco", 4, size="830k", start={**_OUTER, "batch": 1, "lr": 4e-3}, held=("batch",), tokens=_SMALL_TOKENS),
 )
 
 

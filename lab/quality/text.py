@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from cadenza.training.standard_library_gpt import Corpus
+from cadenza.training.standard_library_gpt import Corpus, library_files
 
 __all__ = ["CONTEXT", "Batches", "Text", "spread_windows"]
 
@@ -27,10 +25,7 @@ class Text:
     @classmethod
     @cache
     def standard_library(cls) -> Text:
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
-        held_out = [path.read_bytes() for path in files[::10]]
+        held_out = [path.read_bytes() for path in library_files()[::10]]
         return cls(Corpus.standard_library().training, _joined(held_out[::2]), _joined(held_out[1::2]))
 
 

@@ -15,6 +15,7 @@
     │   ├── StoreLostError      the store in which workers meet cannot be reached
     │   └── NobodyLeftError     of those who have trained nobody is there any more
     ├── TurnedAwayError         this worker may not take part                (also a RuntimeError)
+    ├── ReplicaBrokenError      a rank of this worker's replica has ended    (also a RuntimeError)
     ├── UsageError              bad input by the person at the command line  (also a ValueError)
     └── RoundError              a round failed; says what became of the parameters (a RuntimeError)
         ├── RoundAbortedError   they are as they were, on every rank
@@ -42,6 +43,7 @@ __all__ = [
     "NotFiniteError",
     "NotInitializedError",
     "NothingToAverageError",
+    "ReplicaBrokenError",
     "RoundAbortedError",
     "RoundError",
     "StoreLostError",
@@ -120,6 +122,10 @@ class NobodyLeftError(TransportError):
 
 class TurnedAwayError(CadenzaError, RuntimeError):
     """The others will not train with this worker: another model, another job, a wrong secret, or its place is taken."""
+
+
+class ReplicaBrokenError(CadenzaError, RuntimeError):
+    """Another rank of this replica has ended, so this one cannot go on: all of them are started again, together."""
 
 
 class UsageError(CadenzaError, ValueError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cadenza.participants.membership import Membership, join
 from cadenza.participants.name_lookup import use_hosts_file_only
@@ -18,11 +19,16 @@ __all__ = ["Membership", "join", "serve"]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve a store until this process is ended."""
+    import resource  # Unix alone has it, and `signal.pause`
+
     parser = argparse.ArgumentParser(prog="python -m cadenza.membership", description=main.__doc__)
     parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one, which is printed")
     given = parser.parse_args(arguments)
     use_hosts_file_only()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # or a thousand idle connections would shut all others out
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     store = serve(given.port, host=given.host)
     print(store.port, flush=True)
     signal.pause()

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, Unpack
 from cadenza.codecs import Codec, dct, e3m0, error_feedback, topk
 from cadenza.common.checks import as_steps
 from cadenza.fragments import Fragmentation, by_layers
-from cadenza.outer import Outer, eager, mean, nesterov, sgd, sign
+from cadenza.outer import Defaults, Outer, eager, mean, nesterov, sgd, sign, suited_nesterov
 from cadenza.outer import noloco as noloco_update
 from cadenza.outer import slowmo as slowmo_update
 from cadenza.schedules import Schedule, every, moments
@@ -172,21 +172,27 @@ def snoo(
 def diloco(
     period: int | Schedule | Literal["auto"] = 500,
     *,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    defaults: Defaults = "measured",
     codec: Codec | Literal["auto"] | None = None,
     clip: float | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Take many local steps, then an outer Nesterov step on the mean difference (arXiv 2311.08105).
 
-    Short runs with a small period want a gentler outer learning rate than the paper's.
+    The outer learning rate and momentum are those that were found to suit the period and the number of workers
+    (`cadenza.outer.suited`), and at the paper's own period its own; ``defaults="paper"`` takes 0.7 and 0.9 at any, and
+    what is given wins.
 
-    >>> diloco(period=100, outer_lr=0.4).period
-    100
+    >>> [diloco(period, outer_momentum=momentum).levels[0].outer.lr for period, momentum in ((30, 0.8), (30, 0.9))]
+    [0.7, 0.35]
+    >>> diloco(30, defaults="paper").levels[0].outer.momentum
+    0.9
     """
-    outer = nesterov(lr=outer_lr, momentum=outer_momentum, clip=clip)
-    return Strategy(levels=(LevelPlan(as_schedule(period), codec=as_codec(codec), outer=outer),), **options)
+    plan = LevelPlan(as_schedule(period), codec=as_codec(codec))
+    outer = suited_nesterov(plan.schedule.cycle, outer_lr, outer_momentum, defaults, paper=(0.7, 0.9), clip=clip)
+    return Strategy(levels=(replace(plan, outer=outer),), **options)
 
 
 def eager_diloco(
@@ -236,21 +242,25 @@ def edit(
 def muloco(
     period: int | Schedule | Literal["auto"] = 30,
     *,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.6,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    defaults: Defaults = "measured",
     codec: Codec | Literal["auto"] | None = None,
     clip: float | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Strategy:
     """Take DiLoCo's outer step over workers that train with Muon (arXiv 2505.23725).
 
-    The inner optimizers are `cadenza.optim.muon_and_adamw(model)`. The defaults are the authors' for one worker; with
-    several they tuned larger ones: lr 0.9 and momentum 0.8 for 2 and 8, 1.0 and 0.9 for 16.
+    The inner optimizers are `cadenza.optim.muon_and_adamw(model)`. The outer step suits the period as that of `diloco`
+    does; ``defaults="paper"`` takes the authors' for one worker, 0.7 and 0.6. With several they tuned larger ones: 0.9
+    and 0.8 for 2 and 8, 1.0 and 0.9 for 16.
 
-    >>> muloco(outer_lr=0.9, outer_momentum=0.8).period
-    30
+    >>> muloco().levels[0].outer.momentum, muloco(defaults="paper").levels[0].outer.momentum
+    (0.8, 0.6)
     """
-    return diloco(period, outer_lr=outer_lr, outer_momentum=outer_momentum, codec=codec, clip=clip, **options)
+    plan = LevelPlan(as_schedule(period), codec=as_codec(codec))
+    outer = suited_nesterov(plan.schedule.cycle, outer_lr, outer_momentum, defaults, paper=(0.7, 0.6), clip=clip)
+    return Strategy(levels=(replace(plan, outer=outer),), **options)
 
 
 def noloco(
@@ -279,8 +289,9 @@ def noloco(
 def streaming_diloco(
     period: int | Schedule | Literal["auto"] = 100,
     *,
-    outer_lr: float = 0.4,
-    outer_momentum: float = 0.9,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    defaults: Defaults = "measured",
     layers: int = 3,
     delay: int = 5,
     alpha: float = 0.5,
@@ -290,14 +301,16 @@ def streaming_diloco(
     """Send a few layers at a time, in 4 bits, while training goes on (arXiv 2501.18512).
 
     The mean comes back in 4 bits too; ``codec=e3m0(back=int8())`` loses half as much of it for 1.4 times the bytes, and
-    trained no better where it was measured (docs/decisions/0004-codecs.md).
+    trained no better where it was measured (docs/decisions/0004-codecs.md). The outer step suits the period as that of
+    `diloco` does; ``defaults="paper"`` takes 0.4 and 0.9.
 
-    >>> streaming_diloco(delay=3).delay
-    3
+    >>> streaming_diloco(30, delay=3).levels[0].outer.lr
+    0.7
     """
-    outer = nesterov(lr=outer_lr, momentum=outer_momentum)
-    plan = LevelPlan(as_schedule(period), codec=as_codec(codec, e3m0()), outer=outer)
-    return Strategy(levels=(plan,), fragments=by_layers(layers), delay=delay, alpha=alpha, **options)
+    plan = LevelPlan(as_schedule(period), codec=as_codec(codec, e3m0()))
+    outer = suited_nesterov(plan.schedule.cycle, outer_lr, outer_momentum, defaults, paper=(0.4, 0.9))
+    levels = (replace(plan, outer=outer),)
+    return Strategy(levels=levels, fragments=by_layers(layers), delay=delay, alpha=alpha, **options)
 
 
 def sparse_loco(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,24 +10,12 @@ import pytest
 import torch
 
 import cadenza
-from cadenza.participants import elastic
+from cadenza.participants import circle
 from cadenza.participants import generation as generations
-from cadenza.participants.store import serve
-from support.faults import QUICK, arm, before, kill, train
+from support.faults import QUICK, arm, before, kill, rank, train
 from support.ranks import RankPool
 
 PERIOD = 5
-
-
-@pytest.fixture
-def store() -> Iterator[int]:
-    server = serve(host="127.0.0.1")
-    yield server.port
-    del server
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
 
 
 def die_in_turn(port: int, phases: list[str], codec: str) -> dict[str, Any]:
@@ -85,14 +71,14 @@ def leader_dies_while_giving(port: int) -> Any:
     strategy = cadenza.diloco(period=PERIOD, outer_lr=0.5, faults=cadenza.shrink(**QUICK))
     if rank() < 3:
         if rank() == 0:  # the leader, as long as it lives; at the start it must not die yet
-            original = elastic.transfer_state
+            original = circle.transfer_state
             calls: list[int] = []
 
             def die_at_the_second(*args: Any, **kwargs: Any) -> Any:
                 calls.append(1)
                 return kill() if len(calls) == 2 else original(*args, **kwargs)
 
-            mock.patch.object(elastic, "transfer_state", die_at_the_second).start()
+            mock.patch.object(circle, "transfer_state", die_at_the_second).start()
         return train(port, 3, strategy, 50, step_s=0.04)
     time.sleep(1.0)
     return train(port, 3, strategy, 50, worker=3, step_s=0.04)

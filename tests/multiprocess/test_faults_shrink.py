@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,21 +10,8 @@ import torch
 
 import cadenza
 from cadenza.errors import TurnedAwayError
-from cadenza.participants.store import serve
-from support.faults import QUICK, build, join, kill, stop_for, train
+from support.faults import QUICK, build, join, kill, rank, stop_for, train
 from support.ranks import RankPool, outcome
-
-
-@pytest.fixture
-def store() -> Iterator[int]:
-    """The port of a store that outlives the workers."""
-    server = serve(host="127.0.0.1")
-    yield server.port
-    del server
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
 
 
 def strategies() -> dict[str, cadenza.Strategy]:

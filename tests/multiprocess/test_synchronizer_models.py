@@ -117,7 +117,7 @@ def test_every_kind_of_model_ends_equal_on_all_ranks(ranks: RankPool, case: str)
 
 @pytest.mark.parametrize("case", ["conv_channels_last", "tied_transformer", "frozen"])
 def test_every_kind_of_model_walks_the_way_of_diloco(ranks: RankPool, case: str) -> None:
-    traces = ranks.run(2, train, cadenza.diloco(2), 5, case=case)
+    traces = ranks.run(2, train, cadenza.diloco(2, defaults="paper"), 5, case=case)
     history = algorithms.diloco(Workers(CASES[case], 2, momentum_sgd), 5, period=2)
     for n, expected in enumerate(history):
         for rank, trace in enumerate(traces):

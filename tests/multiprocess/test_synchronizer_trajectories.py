@@ -100,7 +100,7 @@ def number_after_each_step(strategy: Strategy, steps: int) -> list[float]:
 
 @EITHER_TRANSPORT
 def test_diloco_by_hand(ranks: RankPool, env: dict[str, str]) -> None:
-    first, second = ranks.run(2, number_after_each_step, cadenza.diloco(2), 5, env=env)
+    first, second = ranks.run(2, number_after_each_step, cadenza.diloco(2, defaults="paper"), 5, env=env)
     # Step 2: the workers are at 0.8 and 0.4, so δ is 0.2 and 0.6, 0.4 in the mean. m = 0.4; the outer step is
     # δ + 0.9·m = 0.76; the anchor goes to 1 − 0.7·0.76 = 0.468.
     assert first[:2] == pytest.approx([0.9, 0.468], abs=1e-6)
@@ -116,7 +116,7 @@ def test_diloco_by_hand(ranks: RankPool, env: dict[str, str]) -> None:
 
 @EITHER_TRANSPORT
 def test_streaming_diloco_by_hand(ranks: RankPool, env: dict[str, str]) -> None:
-    strategy = cadenza.streaming_diloco(3, delay=1, alpha=0.5, outer_lr=0.4, codec=codecs.fp32())
+    strategy = cadenza.streaming_diloco(3, delay=1, alpha=0.5, outer_lr=0.4, defaults="paper", codec=codecs.fp32())
     first, second = ranks.run(2, number_after_each_step, strategy, 7, env=env)
     # Step 3, launch: the workers are at 0.7 and 0.1; δ is 0.3 and 0.9, 0.6 in the mean. They stay where they are.
     assert first[:3] == pytest.approx([0.9, 0.8, 0.7], abs=1e-6)

@@ -61,8 +61,37 @@ def test_diloco_is_that_of_2311_08105() -> None:
     assert cadenza.diloco().fragments == whole()
 
 
+@pytest.mark.parametrize(("period", "lr"), [(8, 0.5), (30, 0.7), (100, 0.94)])
+def test_dilocos_outer_step_suits_the_period(period: int, lr: float) -> None:
+    assert level(cadenza.diloco(period)).outer == nesterov(lr=lr, momentum=0.8, rises_beyond=4)
+    assert level(cadenza.diloco(every(period))).outer == nesterov(lr=lr, momentum=0.8, rises_beyond=4)
+    assert level(cadenza.diloco(period, defaults="paper")).outer == nesterov(lr=0.7, momentum=0.9)
+
+
+def test_streaming_dilocos_outer_step_suits_the_period() -> None:
+    assert level(cadenza.streaming_diloco(30)).outer == nesterov(lr=0.7, momentum=0.8, rises_beyond=4)
+    assert level(cadenza.streaming_diloco(30, outer_lr=0.4)).outer == nesterov(lr=0.4, momentum=0.8)
+
+
+def test_an_explicit_outer_value_wins_and_the_other_one_suits_it() -> None:
+    assert level(cadenza.diloco(30, outer_lr=0.1)).outer == nesterov(lr=0.1, momentum=0.8)
+    assert level(cadenza.diloco(30, outer_momentum=0.0)).outer == nesterov(lr=1.0, momentum=0.0, rises_beyond=4)
+    assert level(cadenza.diloco(30, outer_lr=2.0, outer_momentum=0.0)).outer == nesterov(lr=2.0, momentum=0.0)
+    assert level(cadenza.diloco(30, outer_momentum=0.5, defaults="paper")).outer == nesterov(lr=0.7, momentum=0.5)
+
+
+@pytest.mark.parametrize("period", ["auto", cadenza.changing({1: 8, 100: 64})], ids=["auto", "changing"])
+def test_where_the_period_is_not_known_beforehand_the_outer_step_is_the_papers(period: Any) -> None:
+    assert level(cadenza.diloco(period)).outer == nesterov(lr=0.7, momentum=0.9)
+
+
+def test_defaults_of_nobody_are_refused() -> None:
+    with pytest.raises(ValueError, match='"measured" or "paper"'):
+        cadenza.diloco(30, defaults="papers")  # type: ignore[arg-type]
+
+
 def test_streaming_diloco_is_that_of_2501_18512() -> None:
-    strategy = cadenza.streaming_diloco()
+    strategy = cadenza.streaming_diloco(defaults="paper")
     plan = level(strategy)
     assert plan.outer == nesterov(lr=0.4, momentum=0.9)
     assert plan.codec == codecs.e3m0()
@@ -113,7 +142,8 @@ def test_eager_diloco_is_that_of_2502_12996() -> None:
 
 
 def test_muloco_is_that_of_2505_23725() -> None:
-    assert cadenza.muloco() == cadenza.diloco(30, outer_lr=0.7, outer_momentum=0.6)
+    assert cadenza.muloco(defaults="paper") == cadenza.diloco(30, outer_lr=0.7, outer_momentum=0.6)
+    assert cadenza.muloco() == cadenza.diloco(30)
 
 
 def test_snoo_is_that_of_2510_15830() -> None:

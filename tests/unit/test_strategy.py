@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "moments of their own that come and go": (
         {"optimizer_state": moments(exp_avg=4), "faults": cadenza.shrink()},
         ValueError,
-        "optimizer state",
+        "moments at periods of their own",
     ),
     "averaged gradients that come and go": (
         {"average_gradients": True, "faults": cadenza.shrink()},

@@ -47,7 +47,7 @@ def contestants(file: Path | None, overrides: Mapping[str, Any], names: Sequence
     >>> found["ddp"].config.strategy.arguments, found["diloco"].config.strategy.arguments["period"]
     ({}, 8)
     >>> found["ddp"].told
-    'ddp: options.lr = 0.01, from the recipe gpt-ddp'
+    'ddp: options.lr = 0.016, from the recipe gpt-ddp'
     """
     names = [name.strip() for name in names]
     if twice := {name for name in names if names.count(name) > 1}:

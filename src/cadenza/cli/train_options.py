@@ -73,10 +73,10 @@ def _groups_by_period(text: str) -> dict[str, int | str]:
     levels: dict[str, int | str] = {}
     for part in text.split(","):
         period, _, groups = (word.strip() for word in part.partition("="))
-        if not period.isdecimal() or not (groups in ("host", "all") or groups.isdecimal()) or period in levels:
+        if not period.isdecimal() or not (groups in ("host", "site", "all") or groups.isdecimal()) or period in levels:
             raise UsageError(
                 f'--levels is PERIOD=GROUPS for each level, from the innermost, such as 4=host,32=all; got "{text}". '
-                "Groups are a number of workers, host or all."
+                "Groups are a number of workers, host, site or all."
             )
         levels[period] = int(groups) if groups.isdecimal() else groups
     return levels

@@ -25,8 +25,8 @@ def checksum(*tensors: torch.Tensor, after: int = 0) -> int:
     total = after
     for tensor in tensors:
         data = _bytes_of(tensor)
-        rows = data[: data.numel() // (8 * _ROW) * 8 * _ROW].view(torch.int64).view(-1, _ROW).sum(1)
-        total = checksum_of_rows(_added_up(rows), tensor, after=total)
+        rows, rest = data.split([(whole := _in_whole_rows(data)), data.numel() - whole])
+        total = _joined(_added_up(rows.view(torch.int64).view(-1, _ROW).sum(1)), rest, data.numel(), after=total)
     return total
 
 
@@ -35,11 +35,18 @@ def checksum_of_rows(rows: torch.Tensor, tensor: torch.Tensor, *, after: int = 0
 
     The words of each row of 512 bytes are added up, and every `ROWS`th of these sums; what is less than a row is left.
     """
-    data = _bytes_of(tensor)
-    rest = _added_up(data[data.numel() // (8 * _ROW) * 8 * _ROW :].to(torch.int64))
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    return _joined(rows, data[_in_whole_rows(data) :], data.numel(), after=after)
+
+
+def _joined(rows: torch.Tensor, rest: torch.Tensor, size: int, *, after: int) -> int:
     factors = _factors(rows.device)
-    total = int((rows * factors).sum()) + 31 * int((rest * factors).sum()) + data.numel()
+    total = int((rows * factors).sum()) + 31 * int((_added_up(rest.to(torch.int64)) * factors).sum()) + size
     return (after * 31 + total % 2**64) % 2**64
+
+
+def _in_whole_rows(data: torch.Tensor) -> int:
+    return data.numel() // (8 * _ROW) * 8 * _ROW
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cadenza.common.later import torch
 
-__all__ = ["distance_squared", "in_cache", "norm_squared", "told"]
+__all__ = ["distance_squared", "exact_square", "in_cache", "norm_squared", "told"]
 
 _PIECE = 1 << 20  # values; temporaries stay at some MiB
 _SHORT = 1 << 16  # values; a sum of so many squares is accurate in fp32
@@ -28,7 +28,7 @@ def norm_squared(*tensors: torch.Tensor) -> float:
     total = _sum(_square(part) for part in _parts(tensors))
     if math.isfinite(total):
         return total
-    return _sum(map(_exact_square, _parts(tensors)))
+    return _sum(map(exact_square, _parts(tensors)))
 
 
 def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -39,7 +39,7 @@ def distance_squared(one: torch.Tensor, other: torch.Tensor) -> float:
     """
     if one.device.type != "cpu":
         apart = (a - b for a, b in zip(one.split(_LONG), other.split(_LONG), strict=True))
-        return _sum(map(_exact_square, apart))
+        return _sum(map(exact_square, apart))
     parts = zip(one.split(_PIECE), other.split(_PIECE), strict=True)
     return sum(norm_squared(a - b) for a, b in parts)
 
@@ -62,11 +62,15 @@ def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _square(part: torch.Tensor) -> torch.Tensor:
-    return torch.dot(part, part) if part.device.type == "cpu" else _exact_square(part)
+    return torch.dot(part, part) if part.device.type == "cpu" else exact_square(part)
 
 
-def _exact_square(part: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares, summed in fp64: a square may overflow fp32 where the norm does not."""
+def exact_square(part: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares, summed in fp64: a square may overflow fp32 where the norm does not.
+
+    >>> exact_square(torch.tensor([3e30, 4e30]))
+    tensor(2.5000e+61, dtype=torch.float64)
+    """
     norm: torch.Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
     return norm.square()
 

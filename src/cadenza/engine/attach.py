@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from cadenza.common.checksums import checksum
 from cadenza.common.identity import identity
 from cadenza.common.process_groups import resolve
 from cadenza.engine.attached import refuse_second, remember
@@ -16,10 +17,12 @@ from cadenza.engine.optimizers import plain_optimizers
 from cadenza.engine.preflight import compare
 from cadenza.engine.surprises import warn_of_surprises
 from cadenza.engine.synchronizer import Synchronizer
+from cadenza.errors import DisagreementError
 from cadenza.observers import Observer
 from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
 from cadenza.participants.fixed import FixedParticipants
+from cadenza.participants.island import Island
 from cadenza.participants.membership import Membership, join
 from cadenza.strategy import Strategy, check_is_strategy
 from cadenza.topology import Topology
@@ -116,14 +119,34 @@ def _fixed(
 def _elastic(
     view: ModelView, strategy: Strategy, membership: Membership | None, *, given: Mapping[str, object]
 ) -> Participants:
-    view.refuse_what_cannot_work(strategy)
+    island = membership.island if membership is not None else Island()
+    replica = island.ranks if island.size > 1 else ()
+    view.refuse_what_cannot_work(strategy, replica=replica)
     if named := [name for name, value in given.items() if value is not None]:
         raise ValueError(
             f"{named[0]} belongs to faults=raise_error(): under skip_round and shrink workers come and go, and meet "
             "through membership=cadenza.join(…)."
         )
-    terms = "; ".join([*_terms(strategy, view), *view.describe()])
-    return ElasticParticipants(membership or join(), strategy.faults, strategy.levels[0], terms)
+    held = "in shards" if view.sharded else "whole"
+    ranks = [f"replicas of {island.size} ranks, which hold the model {held}"] if replica else []
+    terms = "; ".join([*_terms(strategy, view), *view.describe(), *ranks])
+    _compare_mates(island, view, terms)
+    membership = membership or join()
+    return ElasticParticipants(membership, strategy.faults, strategy.levels, terms, sharded=view.sharded)
+
+
+def _compare_mates(island: Island, view: ModelView, terms: str) -> None:
+    """Raise, on all ranks of a replica, if they do not hold one model."""
+    if len(set(island.loop.exchange(terms))) > 1:
+        raise DisagreementError(f"The ranks of this replica have different models or strategies. {_MEND}.")
+    whole = [] if view.sharded else [tensor.detach() for tensor in view.parameters().values()]
+    mark = checksum(*(tensor.cpu().contiguous() for tensor in whole)) if island.size > 1 else 0
+    if len(set(island.loop.exchange(str(mark)))) > 1:
+        raise DisagreementError(
+            "The ranks of this replica hold different values of the model, though none of it is sharded: one replica "
+            "is one model. Wrap it in DistributedDataParallel over the replica's ranks, shard it by FSDP2, or give "
+            "every rank a place of its own (cadenza.join without replica=)."
+        )
 
 
 def _group(given: dist.ProcessGroup | Group | None) -> Group:

@@ -19,11 +19,11 @@ def average_buffers(replica: Replica, transport: Transport, *, weight: float) ->
 
     It is a blocking moment, also where rounds land late: what is under way on the same transport comes first. Values
     that are not finite do not count; their worker takes the others'. Where a round may fail and training goes on,
-    nothing is averaged, because nothing may change before all have agreed.
+    they travel with it instead (`SideValues`), because nothing may change before all have agreed.
     """
     view, state, which = replica.view, replica.state, replica.strategy.buffers
     tensors, counters = view.float_buffers(which), view.counters(which)
-    if not replica.participants.always_together or not (tensors or counters):
+    if not (tensors or counters):
         return 0
     state.wait_for_pending()
     if weight and not math.isfinite(float(sum(tensor.double().sum() for tensor in tensors.values()))):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cadenza.codecs import Codec, CombiningCodec
+from cadenza.common.norms import exact_square
 from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, sparse_messages
 from cadenza.engine.tally import Tally
 from cadenza.errors import CadenzaError, TransportError
@@ -148,10 +149,7 @@ def exchange_mean(
     if codec.exact:
         _exchange_exact(values, transport, weights[transport.position], done)
         return done
-    if codec.sparse:
-        way: _Way = _Sparse(values, transport, codec, weights, residual, done)
-    else:
-        way = _Encoded(values, transport, codec, weights, residual, done)
+    way = (_Sparse if codec.sparse else _Encoded)(values, transport, codec, weights, residual, done)
     way.tally = Tally(len(transport.members), on=verify and len(transport.members) > 1)
     try:
         way.run()
@@ -190,16 +188,10 @@ class _Losses:
         self._both = torch.zeros(2, dtype=torch.float64, device=device)
 
     def count(self, values: torch.Tensor, lost: torch.Tensor) -> None:
-        self._both += torch.stack([_norm2(lost), _norm2(values)])
+        self._both += torch.stack([exact_square(lost), exact_square(values)])
 
     def tell(self, done: Exchanged) -> None:
         done.error2, done.norm2 = self._both.tolist()
-
-
-def _norm2(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares, in fp64: squares of large values overflow fp32."""
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return norm.square()
 
 
 def _sample(values: torch.Tensor, unit: int) -> torch.Tensor:
@@ -224,9 +216,6 @@ class _Way:
     residual: Residual | None
     done: Exchanged
     tally: Tally = field(default_factory=lambda: Tally(0, on=False))
-
-    def run(self) -> None:
-        raise NotImplementedError
 
 
 @dataclass

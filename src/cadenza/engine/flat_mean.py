@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -16,10 +17,11 @@ from cadenza.codecs import Codec, fp32
 from cadenza.common.norms import norm_squared
 from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.engine.header import HEADER_BYTES, Header
+from cadenza.engine.inside import measured_of_replica
 from cadenza.engine.measuring import Meter
 from cadenza.engine.opening import Scales, abandoning, open_round, text_of_first
 from cadenza.engine.round_result import RoundResult
-from cadenza.engine.staged_exchange import exchange_staged
+from cadenza.engine.staged_exchange import exchange_parts, exchange_staged
 from cadenza.errors import NotFiniteError, RoundAbortedError, TransportError
 from cadenza.participants.level_group import LevelGroup
 from cadenza.transports import Transport
@@ -46,6 +48,7 @@ class FlatRound:
         meter: Measures what is to be known of the round.
         make_equal: Called before anything is sent, on all members, if their anchors are not the same bits, with the
             position of the member whose anchor all take.
+        more: Exchanges what is averaged beside the values, with each member's share, and returns the bytes sent.
     """
 
     values: Sequence[torch.Tensor]
@@ -56,6 +59,7 @@ class FlatRound:
     inner_lrs: dict[str, float] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     make_equal: Callable[[int], None] | None = None
+    more: Callable[[Transport, Sequence[float]], int] | None = None
 
     @property
     def lr_mark(self) -> int:
@@ -120,7 +124,10 @@ def _exchange(work: FlatRound, group: LevelGroup, header: Header, result: RoundR
         _check_result(work, result)
     for flat in work.exact:
         result.exchanged.add(exchange_mean(flat, transport, fp32(), weights=_equal(transport)))
-    result.measured, sent = work.meter.end(work.values, transport, result.headers, result.weights)
+    if work.more is not None:
+        result.exchanged.bytes_sent += work.more(transport, result.weighed.shares)
+    whole = partial(measured_of_replica, island=group.island)
+    result.measured, sent = work.meter.end(work.values, transport, result.headers, result.weights, whole)
     result.exchanged.bytes_sent += sent
 
 
@@ -145,8 +152,12 @@ def _mean(
     transport, stage = group.transport, group.stage
     if stage is None:
         return exchange_mean(flat, transport, codec, weights=weights, residual=residual, verify=verify)
+    if stage.alike:
+        part_of = partial(exchange_mean, transport=transport, codec=codec, weights=weights, residual=residual)
+        mean_of = partial(part_of, verify=verify)
+        return exchange_parts(flat, stage, codec, lambda part: group.island.rounds.agree(lambda: mean_of(part)))
     inside = [weights[transport.members.index(rank)] for rank in stage.inside.members]
-    return exchange_staged(flat, stage, codec, weights=inside, residual=residual)
+    return exchange_staged(flat, stage, codec, weights=inside, residual=residual, verify=verify)
 
 
 def _equal(transport: Transport) -> list[float]:

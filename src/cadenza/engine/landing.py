@@ -10,7 +10,8 @@ import torch
 from cadenza.engine.buffers import average_buffers
 from cadenza.engine.collectives import average_tensors
 from cadenza.engine.layout import Layout
-from cadenza.engine.level_state import LevelState, OuterInputs
+from cadenza.engine.level_state import LevelState
+from cadenza.engine.outer_inputs import OuterInputs
 from cadenza.engine.pending import PendingRound
 from cadenza.engine.replica import Replica
 from cadenza.engine.reporting import Reporter
@@ -47,7 +48,7 @@ class Landing:
         self.bring_up_to_date(pending, landed, result, group)
         for used in (pending.values, pending.origins or ()):
             self._replica.spare.give_back(used)
-        self._participants.commit(pending.id, result.wire_s)
+        self._participants.commit(pending.id, result.wire_s, result.weighed.shares)
         pending.stall_s += time.perf_counter() - started
         self._state.pace.note_stall(pending.level, pending.fragment, pending.stall_s)
         self._reporter.landed(pending, result, group, self._state.clock)
@@ -62,7 +63,7 @@ class Landing:
         before = [anchor.clone() for anchor in state.anchors]
         inner_lrs = self._replica.view.inner_lrs() if state.plan.outer.needs_inner_lr else {}
         state.update(mean, OuterInputs(inner_lrs, members=members, own=sent, now=state.progress(layout)))
-        id = RoundId(self._state.clock, self._state.phase, fragment)
+        id = RoundId(self._state.clock, self._state.phase, fragment, level)
         PendingRound(id, level, self._state.clock, layout, origins=before).write(state.anchors)
 
     def fail(self, pending: PendingRound, failed: FailedRound) -> None:
@@ -70,7 +71,7 @@ class Landing:
         pending.give_back()
         if pending.own_left_out or failed.own_fault:
             self._replica.view.reset_optimizer_state(pending.layout.names)
-            pending.layout.unpack(self._replica.level_state(pending.level, pending.fragment).anchors)
+            pending.layout.unpack(self._replica.level_state(0, pending.fragment).anchors)
         self._reporter.failed(pending, failed, self._participants.levels[pending.level], self._state.clock)
 
     @torch.no_grad()
@@ -81,7 +82,8 @@ class Landing:
         pending.layout.settle()
         pending.origins = self._replica.spare.copy(state.anchors, pending.layout)
         now = state.progress(pending.layout) if state.plan.outer.needs_own else ()
-        take_outer_step(pending, state, result, now, guarded=self._participants.atomic)
+        either = self._participants.levels[pending.level].island.loop.any if self._participants.atomic else None
+        take_outer_step(pending, state, result, now, guarded=either)
         pending.write(state.anchors)
         return state.anchors
 
@@ -124,18 +126,24 @@ class Landing:
     def _average_more(self, pending: PendingRound, group: LevelGroup, result: RoundResult) -> None:
         """Average, with the weights of the parameters, or reset what the strategy says beside them."""
         view, strategy, names = self._replica.view, self._strategy, pending.layout.names
-        transport, step, weight = group.transport, self._state.moment, result.own_share
-        sent = 0
+        if pending.side is not None:
+            pending.side.write()
+        elif not self._participants.atomic:
+            result.exchanged.bytes_sent += self._average_now(pending, group, result)
+        if strategy.optimizer_state == "reset":
+            view.reset_optimizer_state(names)
+        elif strategy.optimizer_state != "average" and group.plan.outer.needs_inner_lr:
+            view.reset_momentum(names)
+
+    def _average_now(self, pending: PendingRound, group: LevelGroup, result: RoundResult) -> int:
+        """Average buffers and optimizer state in place; return how many bytes were sent."""
+        transport, step, weight, sent = group.transport, self._state.moment, result.own_share, 0
         if pending.fragment == 0:
             sent += average_buffers(self._replica, transport, weight=weight)
-        if strategy.optimizer_state == "average":
-            tensors = view.optimizer_tensors(names)
+        if self._strategy.optimizer_state == "average":
+            tensors = self._replica.view.optimizer_tensors(pending.layout.names)
             # Who has taken no step yet has no state.
             sent += average_tensors(
                 transport, tensors, step=step, what="optimizer state", weight=weight, may_be_none=True
             )
-        elif strategy.optimizer_state == "reset":
-            view.reset_optimizer_state(names)
-        elif group.plan.outer.needs_inner_lr:
-            view.reset_momentum(names)
-        result.exchanged.bytes_sent += sent
+        return sent

@@ -35,9 +35,9 @@ class Layout:
         align: int = 1,
         copies: HostCopies | None = None,
     ) -> None:
-        self.names = list(named)
-        tensors = list(named.values())
-        self.fragment = Fragment(tensors, label=lambda i: f"parameter {self.names[i]}", names=self.names)
+        self.names = names = list(named)
+        # What names positions must not refer to this layout: memory in a circle stays until Python's collector comes.
+        self.fragment = Fragment(list(named.values()), label=lambda i: f"parameter {names[i]}", names=names)
         self.strips, places = self.fragment.strips(home, align=align)
         self.places = {self.names[position]: place for position, place in places.items()}
         self._named = dict(named)

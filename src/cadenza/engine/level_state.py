@@ -19,6 +19,7 @@ from cadenza.common.checksums import checksum
 from cadenza.engine.exchange import Residual
 from cadenza.engine.header import Header
 from cadenza.engine.layout import Layout
+from cadenza.engine.outer_inputs import OuterInputs
 from cadenza.engine.staged_exchange import spread_part, stage_part
 from cadenza.participants.level_group import LevelGroup
 from cadenza.schedules import Schedule, TimedSchedule
@@ -26,42 +27,9 @@ from cadenza.strategy import LevelPlan
 from cadenza.transports import Transport
 from cadenza.weighting import Weighting
 
-__all__ = ["LevelState", "OuterInputs"]
+__all__ = ["LevelState"]
 
 _BEFORE = "before/"
-
-
-class OuterInputs:
-    """What an outer update may want to see beside the mean difference.
-
-    Attributes:
-        inner_lrs: The learning rate of each parameter at the launch.
-        own: The difference that this worker has sent.
-        now: This worker's difference at the landing.
-        anchor_means: The mean of the members' anchors.
-        members: How many have taken part.
-        mean2: The squared norm of the mean difference, the same number on all members; only where it is clipped.
-    """
-
-    def __init__(
-        self,
-        inner_lrs: Mapping[str, float],
-        *,
-        members: int,
-        mean2: float = 0.0,
-        own: Sequence[torch.Tensor] = (),
-        now: Sequence[torch.Tensor] = (),
-        anchor_means: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self.inner_lrs = inner_lrs
-        self.members, self.mean2 = members, mean2
-        self.own, self.now, self.anchor_means = own, now or own, anchor_means
-
-    def of(self, strip: int, where: slice = slice(None)) -> dict[str, Any]:
-        """Return the keywords of an update of a part of a strip."""
-        given = {"own": self.own, "now": self.now, "anchor_mean": self.anchor_means}
-        told: dict[str, Any] = {name: flats[strip][where] for name, flats in given.items() if flats}
-        return {**told, "members": self.members} if self.own else told
 
 
 class LevelState:
@@ -81,6 +49,7 @@ class LevelState:
         carried: What was lost and no residual can hold any more, because members or parameters have changed; it is
             added to the next difference.
         codecs: How each flat tensor is written.
+        history: A hash over the rounds that have landed; empty before the first.
     """
 
     def __init__(self, plan: LevelPlan, schedule: Schedule, weighting: Weighting) -> None:
@@ -97,7 +66,7 @@ class LevelState:
         self.carried: list[torch.Tensor] | None = None
         self.codecs: list[Codec] = []
         self.warned = False  # that anchors were not the same
-        self._history = ""
+        self.history = ""
         self._layout: Layout | None = None
         self._group: LevelGroup | None = None
 
@@ -119,29 +88,43 @@ class LevelState:
         if known is not None:
             self._carry_over(known, layout, anchors, outer_states)
         self.anchors, self.outer_states = anchors, outer_states
+        self._make_residuals(group)
+        if self.plan.codec.feedback is not None and known is not None and lost is not None:
+            self.carried = _moved(lost, known, layout)
+
+    def _make_residuals(self, group: LevelGroup) -> None:
+        """Start with nothing lost among the members of a group; there is no residual before they have come together."""
+        self.residuals, self._group = None, None
+        if not group.connected:
+            return
         self._group = LevelGroup(group.plan, group.name, group.transport, group.stage)
         if self.plan.codec.feedback is not None:
-            sent = [stage_part(anchor, group.stage, self.plan.codec) if group.stage else anchor for anchor in anchors]
-            via = group.stage.across if group.stage else group.transport
-            self.residuals = [Residual.zeros(part, via, self.plan.codec) for part in sent]
-            if known is not None and lost is not None:
-                self.carried = _moved(lost, known, layout)
+            self.residuals = [self._no_losses(anchor, group) for anchor in self.anchors]
 
     def refit(self, group: LevelGroup) -> None:
-        """Cut the residuals of shares anew, for other members; nothing of what was lost is forgotten."""
-        if not self.residuals:
+        """Cut the residuals anew, for other members; nothing of what was lost is forgotten."""
+        if self.plan.codec.feedback is None:
+            return
+        if not self.residuals or group.stage is not None or (self._group is not None and self._group.stage is not None):
+            self.carried = self._lost_so_far()
+            self._make_residuals(group)
             return
         self.fold_shares()
-        for i, residual in enumerate(self.residuals):
-            fresh = Residual.zeros(self.anchors[i], group.transport, self.plan.codec)
+        for anchor, residual in zip(self.anchors, self.residuals, strict=True):
+            fresh = self._no_losses(anchor, group)
             residual.share, residual.next_share = fresh.share, fresh.next_share
         self._group = LevelGroup(group.plan, group.name, group.transport, group.stage)
+
+    def _no_losses(self, anchor: torch.Tensor, group: LevelGroup) -> Residual:
+        """Return the residual of values of which nothing was lost yet."""
+        sent = anchor if group.stage is None else stage_part(anchor, group.stage, self.plan.codec)
+        return Residual.zeros(sent, group.way_across, self.plan.codec)
 
     def fold_shares(self) -> None:
         """Owe what was lost of the mean of this member's share as a difference: the next round has other members."""
         if self.residuals and self._group is not None:
             members = len(self._group.transport.members)
-            lost = [members * self._share_lost(i) for i in range(len(self.residuals))]
+            lost = [members * self._where_it_lies(i, self._share_lost(i)) for i in range(len(self.residuals))]
             self.carried = _added(self.carried, lost)
             for residual in self.residuals:
                 residual.share.zero_()
@@ -153,22 +136,21 @@ class LevelState:
         members = len(self._group.transport.members)
         found = []
         for i, residual in enumerate(self.residuals):
-            share = self._share_lost(i)
-            stage = self._group.stage
-            if stage is None:
-                found.append(residual.own + members * share)
-            else:  # what crosses between groups is a part of their sum, in which this member counts 1 / members
-                part = spread_part(residual.own + share, self.anchors[i], stage, self.plan.codec)
-                found.append(members * part)
+            # What crosses between groups is a part of their sum, in which this member counts 1 / members.
+            own = residual.own * (members if self._group.reduces_inside else 1)
+            found.append(self._where_it_lies(i, own + members * self._share_lost(i)))
         return _added(self.carried, found)
+
+    def _where_it_lies(self, strip: int, sent: torch.Tensor) -> torch.Tensor:
+        """Return what lies as it is sent as it lies in the anchor."""
+        stage = self._group.stage if self._group is not None else None
+        return sent if stage is None else spread_part(sent, self.anchors[strip], stage, self.plan.codec)
 
     def _share_lost(self, strip: int) -> torch.Tensor:
         """Return what encoding the mean of this member's share has lost, where it lies in what is sent."""
         assert self.residuals is not None
         assert self._group is not None
-        residual, stage = self.residuals[strip], self._group.stage
-        via = self._group.transport if stage is None else stage.across
-        return residual.spread_share(via, self.plan.codec)
+        return self.residuals[strip].spread_share(self._group.way_across, self.plan.codec)
 
     def restart(self, layout: Layout) -> None:
         """Start anew from the parameters' values, as if no round had been held."""
@@ -243,6 +225,11 @@ class LevelState:
             for anchor, flat in zip(self.anchors, landed, strict=True):
                 anchor.copy_(flat)
 
+    def move_anchor(self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+        """Move the anchor by as much as a larger level's has moved."""
+        for anchor, new, old in zip(self.anchors, now, before, strict=True):
+            anchor.add_(new - old)
+
     @torch.no_grad()
     def take_from(self, transport: Transport, *, source: int) -> list[torch.Tensor]:
         """Take anchors and outer state from one of the members; return by how much the anchors have moved."""
@@ -260,7 +247,7 @@ class LevelState:
         self.rounds += 1
         # Times are the machine's; what was averaged is the same without them.
         told = b"".join(replace(header, step_s=0.0, stall_s=0.0).pack() for header in headers)
-        self._history = hashlib.blake2b(self._history.encode() + told, digest_size=8).hexdigest()
+        self.history = hashlib.blake2b(self.history.encode() + told, digest_size=8).hexdigest()
 
     def progress(self, layout: Layout) -> list[torch.Tensor]:
         """Return how far the parameters are from their anchor now, as differences are sent: anchor − value."""
@@ -304,19 +291,17 @@ class LevelState:
 
     def facts(self) -> dict[str, Any]:
         """Return what is remembered besides tensors, as JSON can hold it."""
-        facts: dict[str, Any] = {
-            "schedule": self.schedule_state,
-            "weighting": self.weighting_state,
-            "rounds": self.rounds,
-        }
+        facts: dict[str, Any] = {"schedule": self.schedule_state, "weighting": self.weighting_state}
+        facts["rounds"] = self.rounds
         if isinstance(self.plan.codec, ChoosingCodec):
             facts["choice"] = self.choice
-        return {**facts, "history": self._history or f"{checksum(*self.anchors):x}"}
+        return {**facts, "history": self.history or f"{checksum(*self.anchors):x}"}
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Take what `facts` gave."""
         self.schedule_state, self.weighting_state = dict(facts["schedule"]), dict(facts["weighting"])
-        self.rounds, self._history = facts["rounds"], facts["history"]
+        self.rounds = facts["rounds"]
+        self.history = facts["history"] if self.rounds else ""  # else it begins here as with whoever told it
         self._take_choice(facts.get("choice", 0))
 
     def shared_state(self) -> Iterator[tuple[str, torch.Tensor]]:

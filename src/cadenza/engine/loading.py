@@ -77,12 +77,12 @@ class Restoration:
         self.replica.copies.wait()
         state.pending.clear()
         state.set_facts(self.mine.meta, own=self.own)
-        self.replica.participants.resume(self.shared.meta.get("held", 0))
         state.known, state.fragment_count = set(self.shared.meta["known"]), self.shared.meta["fragments"]
         state.fragments = dict(self.shared.meta["fragment_of"])
         self.replica.view.take_part(state.fragments)
         resume_gradient_averaging(self.replica)
         self._restore_levels()
+        self.replica.participants.resume(self.shared.meta.get("held", 0), self._begin_anew())
         self._restore_pending()
         self.replica.rewrites.forgive()
 
@@ -104,6 +104,22 @@ class Restoration:
             if layout.names:
                 state.fit(layout, group)
             state.load(tensors, partial(self._lost, number, where))
+
+    def _begin_anew(self) -> list[str]:
+        """Let the state of a site begin at the outermost anchor where it is another worker's, of who knows which site.
+
+        Returns:
+            For each level, what tells this worker's state there from others'; empty where it begins anew.
+        """
+        levels = self.replica.state.levels
+        outermost, anew = len(self.kept) - 1, not (self.own or self.replica.participants.always_together)
+        for (number, fragment), state in levels.items():
+            if anew and number < outermost:
+                state.go_back_to(levels[outermost, fragment].anchors)
+        marks = [
+            " ".join(s.history for (level, _), s in sorted(levels.items()) if level == n) for n in range(outermost)
+        ]
+        return ["" if anew else f"saved {mark}" for mark in marks]
 
     def _levels(self) -> dict[tuple[int, int], dict[str, Any]]:
         """Return what is told of each level and fragment."""
@@ -174,10 +190,10 @@ def _prepare(replica: Replica, state: Mapping[str, torch.Tensor | str], worker: 
         kept.append(own and mine.meta["groups"][number] == place.positions(group))
         if any(key.startswith(f"{number}/") for key in shared.meta["levels"]):
             common.append(shared)
-        elif kept[number] or not group.plan.anchored or not group.agrees:
+        elif kept[number] or not group.plan.anchored or not group.agrees or not replica.participants.always_together:
             common.append(mine)
         else:  # all members of a group must hold the same, so all of them ask the first
-            asked = place.workers.index(group.transport.members[0])
+            asked = place.workers.index(group.ranks[0])
             common.append(_entry_of(workers[asked % len(workers)], entries))
     restoration = Restoration(replica, worker, own, first, shared, mine, common, kept, list(entries.values()))
     _check_sizes(restoration)

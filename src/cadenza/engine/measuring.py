@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,13 +100,22 @@ class Meter:
                 sketch.add(flat)
 
     def end(
-        self, mean: Sequence[torch.Tensor], transport: Transport, headers: Sequence[Header], weights: Sequence[float]
+        self,
+        mean: Sequence[torch.Tensor],
+        transport: Transport,
+        headers: Sequence[Header],
+        weights: Sequence[float],
+        whole: Callable[[Measured], Measured] = lambda own: own,
     ) -> tuple[Measured, int]:
-        """Return what holds for all members, now that they have the mean, and how many bytes this one has sent."""
+        """Return what holds for all members, now that they have the mean, and how many bytes this one has sent.
+
+        `whole` makes of what was measured here what holds for the whole model.
+        """
         if not (self.drift or self.clip):
             return Measured(), 0
         own = Measured(self._own_spread2(mean), self._mean2(mean, transport), self._size2(mean, transport))
         found, sent = share(transport, own, weights, self._sketch)
+        found = whole(found)
         if self.anchors is None or self._sketch is not None or not self.drift:
             return found, sent
         norms = math.fsum(weight * header.norm2 for weight, header in zip(weights, headers, strict=True))

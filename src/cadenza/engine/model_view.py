@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.engine.ddp import covers, find_ddps_around
@@ -175,15 +176,23 @@ class ModelView:
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.numel()]
 
-    def refuse_what_cannot_work(self, strategy: Strategy) -> None:
-        """Raise if the model, or the strategy on this model, cannot work, and say what to change."""
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds parts of parameters."""
+        return any(hasattr(parameter, "device_mesh") for parameter in self.parameters().values())
+
+    def refuse_what_cannot_work(self, strategy: Strategy, *, replica: Collection[int] = ()) -> None:
+        """Raise if the model, or the strategy on this model, cannot work, and say what to change.
+
+        `replica` are the global ranks that are one elastic worker, if there are several.
+        """
         parameters = self.parameters()
         if not parameters:
             raise UnsupportedModelError(
                 "The model has no parameter with requires_grad=True, so there is nothing to train."
             )
         if strategy.faults.tolerant:
-            self._refuse_what_cannot_shrink(strategy)
+            self._refuse_what_cannot_shrink(strategy, replica)
         for name, parameter in parameters.items():
             if parameter.is_meta:
                 raise UnsupportedModelError(f"Parameter {name} is on the meta device: materialise the model first.")
@@ -194,12 +203,12 @@ class ModelView:
                     "average gradients in every step. Give fully_shard only the shard dimension, mesh['shard'], and "
                     "Cadenza the other: topology=Topology.from_mesh(mesh, ['replicate'])."
                 )
-            if mesh is not None and any(level.outer.clip is not None for level in strategy.levels):
+            if mesh is not None and not replica and any(level.outer.clip is not None for level in strategy.levels):
                 raise UnsupportedModelError(
                     f"Parameter {name} is sharded, and clipping needs the norm of the whole difference, which no rank "
                     "has: use an outer update without clip."
                 )
-            if mesh is not None and any(level.follows for level in strategy.levels):
+            if mesh is not None and not replica and any(level.follows for level in strategy.levels):
                 raise UnsupportedModelError(
                     f"Parameter {name} is sharded, and every shard has a drift of its own, and times, so their "
                     'periods would differ: use a schedule that does not follow the drift or times, and no codec="auto".'
@@ -229,19 +238,29 @@ class ModelView:
                     "what that gave back, afterwards; cadenza.integrations does it for you."
                 )
 
-    def _refuse_what_cannot_shrink(self, strategy: Strategy) -> None:
-        """Raise if the model is one copy on several ranks, or where groups that come and go cannot reach it."""
-        policy = strategy.faults.name
-        if self.ddps:
-            raise UnsupportedModelError(
-                f"Under {policy} the model is not wrapped in DistributedDataParallel, whose group ends with its first "
-                "dead rank: pass the module itself."
-            )
-        for name, parameter in self.parameters().items():
-            if hasattr(parameter, "device_mesh"):
+    def _refuse_what_cannot_shrink(self, strategy: Strategy, replica: Collection[int]) -> None:
+        """Raise if the model is one copy on others than the replica's ranks, or groups that come and go cannot work."""
+        policy, ranks = strategy.faults.name, sorted(replica)
+        told = f"the ranks of this worker's replica, {ranks}" if ranks else "this process alone"
+        mend = "Pass the process group of the ranks that hold one copy together to cadenza.join(replica=…)"
+        for ddp in self.ddps:
+            if (own := sorted(dist.get_process_group_ranks(ddp.process_group))) != ranks:
                 raise UnsupportedModelError(
-                    f"Parameter {name} is sharded over several ranks, and {policy} takes every worker for a whole "
-                    "copy: use faults=raise_error()."
+                    f"Under {policy} a worker is {told}, and the model's DistributedDataParallel averages over ranks "
+                    f"{own}: it would end with the first of them that dies. {mend}, and the same one to "
+                    "DistributedDataParallel; or pass the module itself."
+                )
+        for name, parameter in self.parameters().items():
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None and (own := sorted(mesh.mesh.flatten().tolist())) != ranks:
+                raise UnsupportedModelError(
+                    f"Parameter {name} is sharded over ranks {own}, and under {policy} a worker is {told}. {mend}, and "
+                    "shard the model over the same ones; or use faults=raise_error()."
+                )
+            if mesh is None and self.sharded:
+                raise UnsupportedModelError(
+                    f"Parameter {name} is not sharded, and others are: its mean would be rounded differently on each "
+                    "rank of this replica. Shard all parameters that are trained, or none."
                 )
             if parameter.device.type != "cpu" and not strategy.offload:
                 raise UnsupportedModelError(

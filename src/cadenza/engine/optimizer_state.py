@@ -17,15 +17,15 @@ __all__ = ["average_due_state"]
 
 
 @torch.no_grad()
-def average_due_state(replica: Replica, n: int) -> None:
-    """Average the entries of the optimizer's state that are due after local step `n` over all workers.
+def average_due_state(replica: Replica, n: int) -> int:
+    """Average the entries of the optimizer's state that are due after local step `n` over all; return the bytes sent.
 
     It is their plain mean, over those who still have data. What is wrong is raised on all ranks, with nothing changed.
     """
     schedule = replica.strategy.optimizer_state
     keys = () if isinstance(schedule, str) else schedule.due(n)
     if not keys:
-        return
+        return 0
     state, transport = replica.state, replica.participants.levels[-1].transport
     tensors = replica.view.optimizer_tensors(list(replica.view.parameters()), keys)
     names = list(tensors)
@@ -37,7 +37,7 @@ def average_due_state(replica: Replica, n: int) -> None:
         raise UnsupportedTensorError(problem) if missing else NotFiniteError(problem)
     weight = 0.0 if state.counts.exhausted else 1.0
     header = Header(state.moment, fragment.digest, able=True, weight=weight, norm2=norm2)
-    average_in_place(fragment, transport, header, problem=problem)
+    return average_in_place(fragment, transport, header, problem=problem).exchanged.bytes_sent
 
 
 def _missing(keys: Collection[str], found: Mapping[str, torch.Tensor], replica: Replica) -> str | None:

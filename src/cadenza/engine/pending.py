@@ -12,6 +12,7 @@ import torch
 from cadenza.common.streams import Moment, keep_for_stream
 from cadenza.engine.layout import Layout
 from cadenza.engine.round_result import RoundResult
+from cadenza.engine.side_values import SideValues
 from cadenza.participants.base import FailedRound
 from cadenza.participants.round_id import RoundId
 
@@ -29,6 +30,7 @@ class PendingRound:
         layout: How the fragment's parameters lie in flat tensors.
         values: Flat copies of what is sent; the mean, once the exchange is over. None are left where there is an anchor
             that is the result then.
+        side: What is averaged beside them, where the round may fail; it is not saved.
         origins: The parameters as they were at the launch, where a plain mean lands late and keeps local progress.
         own: The difference that this worker has sent, where it is needed again.
         alpha: How much of the local value stays when the result lands.
@@ -50,6 +52,7 @@ class PendingRound:
     land_at: int
     layout: Layout
     values: Sequence[torch.Tensor] = ()
+    side: SideValues | None = None
     origins: Sequence[torch.Tensor] | None = None
     own: Sequence[torch.Tensor] = ()
     anchor_means: Sequence[torch.Tensor] = ()

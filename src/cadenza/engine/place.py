@@ -16,6 +16,9 @@ __all__ = ["Place"]
 class Place:
     """Where a rank stands: among which workers (global ranks), and with which shard of the model.
 
+    Where a worker is a replica of several ranks, these are counted as if all of them were in one group, and each has a
+    part of the state for itself, also if all hold the whole model.
+
     >>> Place((4, 5), 1, 0, 1).worker_root
     'worker/5'
     """
@@ -29,13 +32,15 @@ class Place:
     def of(cls, view: ModelView, outermost: LevelGroup) -> Place:
         """Return where this rank stands."""
         view.settle()
-        transport = outermost.transport
+        island = outermost.island
+        if island.size > 1:
+            return cls(outermost.ranks, outermost.position, island.rank, island.size)
         for parameter in view.parameters().values():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None:
                 ranks = mesh.mesh.flatten().tolist()
-                return cls(tuple(transport.members), transport.position, ranks.index(dist.get_rank()), len(ranks))
-        return cls(tuple(transport.members), transport.position, 0, 1)
+                return cls(outermost.members, outermost.position, ranks.index(dist.get_rank()), len(ranks))
+        return cls(outermost.members, outermost.position, 0, 1)
 
     @property
     def worker(self) -> int:
@@ -51,4 +56,4 @@ class Place:
 
     def positions(self, group: LevelGroup) -> list[int]:
         """Return which workers meet in a group, as positions: ranks may be others after a restart."""
-        return [self.workers.index(rank) for rank in group.transport.members if rank in self.workers]
+        return [self.workers.index(rank) for rank in group.ranks if rank in self.workers]

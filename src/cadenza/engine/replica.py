@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from cadenza.engine.pacing import Pace
 from cadenza.engine.place import Place
 from cadenza.engine.rewrites import ModelRewrites
 from cadenza.engine.run_state import RunState
+from cadenza.engine.side_values import SideValues
+from cadenza.errors import UnsupportedTensorError
 from cadenza.participants.base import Participants
 from cadenza.strategy import Strategy
 from cadenza.transports import Transport
@@ -71,13 +73,27 @@ class Replica:
         self.view.settle()
         names = [name for name in self.fragments()[fragment] if name in self.state.known]
         layout = self.layout_of(named(self.view.parameters(), names))
-        for level in (level for level in self.participants.levels if level.connected):
+        ranked = self.participants.always_together  # elsewhere members are workers, not ranks
+        for level in (level for level in self.participants.levels if level.connected and ranked):
             layout.fragment.refuse_mesh_overlap(level.transport.members, level.this_rank)
         return layout
 
     def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return how some tensors lie in flat ones, whether or not they are trained now."""
         return Layout(tensors, home=self._home, align=self._align, copies=self.copies)
+
+    def side_values(self, names: Sequence[str], *, buffers: bool) -> SideValues:
+        """Copy what a round averages beside parameters: the optimizer's state of the named ones, and buffers."""
+        view, strategy = self.view, self.strategy
+        which = strategy.buffers if buffers else False
+        parts: dict[str, Callable[[], Layout]] = {}
+        if view.float_buffers(which):
+            parts["buffers"] = lambda: self.layout_of(view.float_buffers(which))
+        if strategy.optimizer_state == "average":
+            if problem := view.state_without_mean(names):
+                raise UnsupportedTensorError(problem[0].upper() + problem[1:])
+            parts["optimizer state"] = lambda: self.layout_of(view.optimizer_tensors(names))
+        return SideValues(parts, lambda: view.counters(which))
 
     def level_state(self, level: int, fragment: int) -> LevelState:
         """Return what a level remembers of a fragment."""
@@ -100,10 +116,17 @@ class Replica:
             for number, group in enumerate(self.participants.levels):
                 self.level_state(number, fragment).fit(layout, group)
 
+    def anchor_here(self) -> None:
+        """Let every level's anchors be the parameters as they are now."""
+        self.know_all()
+        self.fit_levels()
+        for (_, fragment), state in self.state.levels.items():
+            state.set_anchor(self.layout(fragment))
+
     @torch.no_grad()
     def take_anchors(self) -> None:
-        """Give the parameters the values on which all have agreed."""
-        for (_, fragment), state in self.state.levels.items():
+        """Give the parameters the values on which all have agreed: the outermost anchors that there are."""
+        for (_, fragment), state in sorted(self.state.levels.items(), key=lambda item: item[0]):
             self.layout(fragment).unpack(state.anchors)
 
     def start_from_anchors(self) -> None:
@@ -157,15 +180,13 @@ class Replica:
         """Give the whole model the values that the first member of a transport has."""
         take_from_first(transport, self.view.everything())
 
-    def refit(self) -> None:
-        """Make what is kept between rounds fit the members that have come together now."""
+    def refit(self, level: int) -> None:
+        """Make what is kept between rounds of a level fit the members that have come together now."""
         if not self.state.known:
             self.know_all()
-        group = self.participants.levels[0]
+        self.fit_levels()
         for fragment in range(len(self.fragments())):
-            state = self.level_state(0, fragment)
-            state.fit(self.layout(fragment), group)
-            state.refit(group)
+            self.level_state(level, fragment).refit(self.participants.levels[level])
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         """Return anchors, outer state and what is not trained, by name, in one order."""
@@ -184,35 +205,56 @@ class Replica:
 
     def shared_facts(self) -> dict[str, Any]:
         """Return the clock and the schedules' state."""
-        levels = {f"{number}/{fragment}": state.facts() for (number, fragment), state in self.state.levels.items()}
+        levels = {
+            f"{number}/{fragment}": state.facts() | {"history": state.history}
+            for (number, fragment), state in self.state.levels.items()
+        }
         return {"clock": self.state.clock, "levels": levels}
 
     @torch.no_grad()
-    def adopt(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, new: bool) -> None:
+    def adopt(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, new: bool, level: int) -> None:
         """Take the others' state; own progress since the last common anchor is kept: x ← anchor_new + (x − anchor_old).
 
-        So the work of a worker that comes back counts in the next round, unless it is not finite.
+        So the work of a worker that comes back counts in the next round, unless it is not finite. At levels inside the
+        one whose round it is, a worker that is not new shares a state with its site: those anchors move by as much.
         """
         self.state.pending.clear()
         self.copies.wait()
-        progress = {} if new else {key: self._progress(*key) for key in self.state.levels}
+        own = self._own_tensors()
+        taken = 0 if new else level  # from this level on
+        fragments = range(self.state.fragment_count)
+        progress = {} if new else {fragment: self._progress(level, fragment) for fragment in fragments}
+        before = {f: [a.clone() for a in self.level_state(level, f).anchors] for f in fragments if taken}
         for name, tensor in self.shared_tensors().items():
-            if new or not name.startswith("model/"):  # buffers of a worker that comes back are its own
+            kind = name.partition("/")[0]
+            if new or (name not in own if kind == "model" else int(kind) >= taken):
                 tensor.copy_(tensors[name].view(tensor.shape))
         for key, told in facts["levels"].items():
             number, fragment = map(int, key.split("/"))
             state = self.state.levels[number, fragment]
-            state.set_facts(told)
-            layout = self.layout(fragment)
-            moved = progress.get((number, fragment))
-            if moved is None or not all(bool(flat.isfinite().all()) for flat in moved):
-                layout.unpack(state.anchors)
+            if number >= taken:
+                state.set_facts(told)
             else:
-                layout.unpack([flat.add_(anchor) for flat, anchor in zip(moved, state.anchors, strict=True)])
+                state.move_anchor(self.level_state(level, fragment).anchors, before[fragment])
+                state.schedule_state = dict(told["schedule"])
+        for fragment in fragments:
+            layout, anchors = self.layout(fragment), self.level_state(taken, fragment).anchors
+            moved = progress.get(fragment)
+            bad = moved is None or not all(bool(flat.isfinite().all()) for flat in moved)
+            if self.participants.levels[level].island.loop.any(bad) or moved is None:
+                layout.unpack(self.level_state(0, fragment).anchors)
+            else:
+                layout.unpack([flat.add_(anchor) for flat, anchor in zip(moved, anchors, strict=True)])
         self.state.clock = facts["clock"]
 
+    def _own_tensors(self) -> set[str]:
+        """Return which of the shared tensors a worker that comes back keeps: buffers that rounds do not average."""
+        which = self.strategy.buffers
+        averaged = {*self.view.float_buffers(which), *self.view.counters(which)}
+        return {f"model/{name}" for name in self.view.everything() if name not in averaged}
+
     def _progress(self, number: int, fragment: int) -> list[torch.Tensor]:
-        """Return how far the parameters are from their anchor."""
+        """Return how far the parameters are from a level's anchor."""
         state = self.state.levels[number, fragment]
         layout = self.layout(fragment)
         flats, start = layout.pack(), layout.as_written(state.anchors)

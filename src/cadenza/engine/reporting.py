@@ -22,10 +22,15 @@ _logger = logging.getLogger("cadenza")
 
 
 class Reporter:
-    """Tells observers of rounds, landed or failed."""
+    """Tells observers of rounds, landed or failed.
+
+    Attributes:
+        bytes_beside: What was sent beside rounds; the next one that lands counts it.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
+        self.bytes_beside = 0
         self._looks_at_drift = True
         self._last: dict[int, int] = {}  # at which step each fragment's last round has landed
 
@@ -37,6 +42,8 @@ class Reporter:
             reason = f"the contribution of {workers} was left out: not finite, or far larger than the others'"
             _logger.warning("Worker %d: %s", result.members[result.position], reason)
         self._look_at_drift(pending, result, clock)
+        result.exchanged.bytes_sent += self.bytes_beside
+        self.bytes_beside = 0
         self._tell(
             pending,
             group,

@@ -8,7 +8,7 @@ flight, and nobody else reads the anchor before that has landed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,10 +20,12 @@ from cadenza.engine.differences import take_differences
 from cadenza.engine.finiteness import problem_of
 from cadenza.engine.flat_mean import FlatRound, average_flat
 from cadenza.engine.header import Header
+from cadenza.engine.inside import header_of_replica
 from cadenza.engine.layout import SpareMemory
-from cadenza.engine.level_state import LevelState, OuterInputs
+from cadenza.engine.level_state import LevelState
 from cadenza.engine.measuring import Meter
 from cadenza.engine.opening import Scales
+from cadenza.engine.outer_inputs import OuterInputs
 from cadenza.engine.pending import PendingRound
 from cadenza.engine.round_result import RoundResult
 from cadenza.participants.base import FailedRound, Participants
@@ -96,23 +98,26 @@ class Resolver:
             inner_lrs=pending.inner_lrs,
             meter=meter,
             make_equal=partial(self._make_anchors_equal, meter),
+            more=pending.side.exchange if pending.side is not None else None,
         )
         header = replace(self.header, norm2=norm2, atomic=self.participants.atomic, anchor=anchor_mark)
-        header, problem = self._checked(header, norm2)
-        if header.faulty:
-            meter.forget()
         if plan.outer.needs_inner_lr:
             header = replace(header, lr_mark=work.lr_mark)
-        describe = pending.layout.fragment.describe
-        result = self.participants.agree(
-            pending.id, lambda: average_flat(work, self.group, header, problem=problem, describe=describe)
-        )
+        result = self.participants.agree(pending.id, lambda: self._exchange(work, header))
         if isinstance(result, FailedRound):
             return result
         result.exchanged.raw_bytes = round(result.exchanged.raw_bytes * pending.layout.filled)
         pending.origins, pending.inner_lrs = origins if late_mean else None, work.inner_lrs
         self._finish(result)
         return result
+
+    def _exchange(self, work: FlatRound, header: Header) -> RoundResult:
+        """Average the values, unless something keeps this worker, or a rank of its replica, from taking part."""
+        header, problem = self._checked(header)
+        if header.faulty:
+            work.meter.forget()
+        describe = self.pending.layout.fragment.describe
+        return average_flat(work, self.group, header, problem=problem, describe=describe)
 
     def _take_differences(self, late_mean: bool, meter: Meter) -> tuple[Sequence[torch.Tensor] | None, float, int]:
         """Turn the packed values into differences from the anchor.
@@ -147,9 +152,11 @@ class Resolver:
         values = self.pending.values
         return self.spare.copy(values, self.pending.layout) if needed else None, norm_squared(*values), 0
 
-    def _checked(self, header: Header, norm2: float) -> tuple[Header, str | None]:
+    def _checked(self, header: Header) -> tuple[Header, str | None]:
         """Find out whether this worker can take part; where a round may fail, its bad values become zeros."""
-        problem = self.problem or problem_of(self.pending.layout.fragment, norm2, self.pending.step, self._culprit)
+        fragment, step = self.pending.layout.fragment, self.pending.step
+        problem = self.problem or problem_of(fragment, header.norm2, step, self._culprit)
+        header, problem = header_of_replica(header, problem, self.group.island)
         if problem is None or not self.participants.atomic:
             return header, problem
         self.faulty = True
@@ -179,7 +186,8 @@ class Resolver:
         if self.measures_drift:
             pending.drift = result.measured.drift
         if plan.anchored and not pending.restarts:
-            take_outer_step(pending, self.state, result, guarded=self.participants.atomic)
+            either = self.group.island.rounds.any if self.participants.atomic else None
+            take_outer_step(pending, self.state, result, guarded=either)
             self.spare.give_back(pending.values)
             pending.values = ()
         if result.own_left_out:
@@ -193,11 +201,12 @@ def take_outer_step(
     result: RoundResult,
     now: Sequence[torch.Tensor] = (),
     *,
-    guarded: bool = False,
+    guarded: Callable[[bool], bool] | None = None,
 ) -> None:
     """Make the new anchor of the mean difference; without one where nobody had anything to add.
 
-    Where it is `guarded`, an outer step whose result is not finite, or absurd, is taken back, on all members alike.
+    Where it is `guarded`, an outer step whose result is not finite, or absurd, is taken back, on all members alike: it
+    tells whether that holds on one of the ranks of this worker's replica.
     """
     if result.weightless:
         state.take(pending.values)
@@ -210,12 +219,12 @@ def take_outer_step(
         now=now,
         anchor_means=pending.anchor_means,
     )
-    if not guarded:
+    if guarded is None:
         state.update(pending.values, inputs)
         return
     kept = [anchor.clone() for anchor in state.anchors]
     limit2 = _ABSURD**2 * (norm_squared(*kept, *pending.values) + sum(map(torch.numel, kept)))
     state.update(pending.values, inputs)
-    if not norm_squared(*state.anchors) <= limit2:
+    if guarded(not norm_squared(*state.anchors) <= limit2):
         state.go_back_to(kept)
         _logger.warning(_TAKEN_BACK, pending.step, pending.fragment)

@@ -87,7 +87,7 @@ class RoundRunner:
         """
         before, self._state.clock = self._state.clock, round.step
         self._run_called(round)
-        if self._participants.behind and not self._participants.over:
+        if self._participants.missed(round) and not self._participants.over:
             self._state.clock = before
 
     def _run_called(self, round: RoundId) -> None:
@@ -95,8 +95,12 @@ class RoundRunner:
         if round.phase:
             self.run_last(range(round.fragment, self._state.fragment_count), round.phase)
             return
-        drift = self.run(0, round.fragment, delay=self._strategy.delay_of(0), alpha=self._strategy.alpha)
-        self._replica.level_state(0, round.fragment).count_round(n, drift)
+        delay = self._strategy.delay_of(round.level)
+        drift = self.run(round.level, round.fragment, delay=delay, alpha=self._strategy.alpha)
+        for level in range(len(self._strategy.levels)):
+            state = self._replica.level_state(level, round.fragment)
+            if level == round.level or state.schedule.is_due(n, state.schedule_state):
+                state.count_round(n, drift)
         self.launch_due(n, after=round.fragment)
 
     def run_last(self, fragments: Iterable[int], phase: int) -> bool:
@@ -154,10 +158,10 @@ class RoundRunner:
 
     def _run(self, number: int, fragment: int, *, delay: int, alpha: float) -> float | None:
         started = time.perf_counter()
-        if number == len(self._strategy.levels) - 1:
+        if number == len(self._strategy.levels) - 1 or not self._participants.always_together:
             self._replica.welcome(fragment)
         layout = self._replica.layout(fragment)
-        if not self._is_admitted(fragment, layout, started):
+        if not self._is_admitted(number, fragment, layout, started):
             return None
         state = self._replica.level_state(number, fragment)
         group = self._participants.group(number, state.rounds)
@@ -173,25 +177,26 @@ class RoundRunner:
             return None
         return self._landing.land(pending)
 
-    def _is_admitted(self, fragment: int, layout: Layout, started: float) -> bool:
+    def _is_admitted(self, number: int, fragment: int, layout: Layout, started: float) -> bool:
         """Come together with the others for a round; False if there is nothing more to do for it."""
         participants, state = self._participants, self._state
         if not participants.always_together:
             state.wait_for_pending()  # who is there may change, and with it the group that carries what is in flight
-        id = RoundId(state.clock, state.phase, fragment)
-        settled = bool(state.phase) and state.counts.met_at.get(fragment) == state.clock
-        found = participants.admit(id, layout.fragment.digest.hex(), settled=settled)
+        id = RoundId(state.clock, state.phase, fragment, number)
+        last = bool(state.phase)
+        settled = last and state.counts.met_at.get(fragment) == state.clock
+        found = participants.admit(id, layout.fragment.digest.hex(), settled=settled, last=last)
         if isinstance(found, Admission):
             if found.catching_up:
                 self.land_all()  # so that there is one state to give, and one place from which to count progress
             found = participants.catch_up(self._replica) or found
         if isinstance(found, FailedRound):
-            pending = PendingRound(id, 0, state.clock, layout)
+            pending = PendingRound(id, number, state.clock, layout)
             pending.stall_s = time.perf_counter() - started
             self._landing.fail(pending, found)
             return False
         if found.settled:  # the others hold the result of this step's round already
-            layout.unpack(self._replica.level_state(0, fragment).anchors)
+            layout.unpack(self._replica.level_state(number, fragment).anchors)
             state.counts.met_at[fragment] = state.clock
         return not found.settled
 
@@ -207,11 +212,12 @@ class RoundRunner:
         if restarts and plan.outer.needs_own and not state.rounds:
             self._landing.take_first_step(number, fragment, layout, len(group.transport.members))
         pending = PendingRound(
-            RoundId(self._state.clock, self._state.phase, fragment),
+            RoundId(self._state.clock, self._state.phase, fragment, number),
             number,
             self._state.clock + delay,
             layout,
             values=layout.start_packing(self._replica.spare.borrow(layout)),
+            side=self._replica.side_values(layout.names, buffers=not fragment) if self._participants.atomic else None,
             alpha=0.0 if plan.outer.plain else alpha,
             restarts=restarts,
             inner_lrs=self._replica.view.inner_lrs() if plan.outer.needs_inner_lr else {},
@@ -271,7 +277,7 @@ class RoundRunner:
         spread = self._strategy.measures_drift
         with torch.no_grad():
             result = average_in_place(tensors, group.transport, header, problem=problem, scales=scales, spread=spread)
-        id = RoundId(self._state.clock, self._state.phase, fragment)
+        id = RoundId(self._state.clock, self._state.phase, fragment, number)
         pending = PendingRound(id, number, self._state.clock, layout, samples=self._state.counts.samples)
         self._landing.bring_up_to_date(pending, layout, result, group)
         pending.drift = result.measured.drift if spread else None
@@ -303,7 +309,7 @@ class RoundRunner:
 
     def _problem(self, group: LevelGroup, layout: Layout) -> str | None:
         """Say what of this worker's could not be averaged after the parameters: then the round does not even begin."""
-        if self._strategy.optimizer_state != "average" or group.alone:
+        if self._strategy.optimizer_state != "average" or group.alone or self._participants.atomic:
             return None
         return self._replica.view.state_without_mean(layout.names)
 

@@ -75,9 +75,10 @@ class _Entry:
 
 
 def _is_common(replica: Replica, number: int, place: Place) -> bool:
-    """Say whether all workers hold the same at a level."""
-    group = replica.participants.levels[number]
-    return tuple(group.transport.members) == place.workers and group.agrees
+    """Say whether all workers hold the same at a level; where they come and go, only the outermost one is for all."""
+    groups, group = replica.participants.levels, replica.participants.levels[number]
+    for_all = replica.participants.always_together or group is groups[-1]
+    return for_all and group.ranks == place.workers and group.agrees
 
 
 def _shared_facts(replica: Replica, place: Place) -> dict[str, Any]:

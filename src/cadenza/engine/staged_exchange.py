@@ -5,7 +5,7 @@ So a site of several hosts sends the model once, and not once for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from cadenza.engine.exchange import Exchanged, Residual, exchange_mean
 from cadenza.participants.level_group import Stage
 from cadenza.transports import Lane, Transport
 
-__all__ = ["exchange_staged", "spread_part", "stage_part"]
+__all__ = ["exchange_parts", "exchange_staged", "spread_part", "stage_part"]
 
 
 def exchange_staged(
@@ -25,15 +25,36 @@ def exchange_staged(
     *,
     weights: Sequence[float],
     residual: Residual | None = None,
+    verify: bool = False,
 ) -> Exchanged:
-    """Replace the values by their weighted sum over all groups, in place; `weights` has one for each inside member."""
+    """Replace the values by their weighted sum over all groups, in place; `weights` has one for each inside member.
+
+    With `verify`, encoded messages that were damaged on their way across are a TransportError.
+    """
     done = Exchanged()
     if not values.numel():
         return done
     part = _reduce_scatter(values, stage.inside, codec, weights, done)
-    across = exchange_mean(part, stage.across, codec, weights=[1.0] * len(stage.across.members), residual=residual)
+    equal = [1.0] * len(stage.across.members)
+    across = exchange_mean(part, stage.across, codec, weights=equal, residual=residual, verify=verify)
     _all_gather(part, values, stage.inside, codec, done)
     done.add(across)
+    return done
+
+
+def exchange_parts(
+    values: torch.Tensor, stage: Stage, codec: Codec, exchange: Callable[[torch.Tensor], Exchanged]
+) -> Exchanged:
+    """Replace values that all inside hold alike by their mean over all groups, in place, each a part of them.
+
+    `exchange` replaces this member's part by the mean; it raises on all inside, if it does on one.
+    """
+    if not values.numel():
+        return Exchanged()
+    rows = list(plain_rows(values, stage.inside, codec))
+    part = torch.cat([padded(values, start + stage.inside.position * row, row, values.dtype) for start, row in rows])
+    done = exchange(part)
+    _all_gather(part, values, stage.inside, codec, done)
     return done
 
 

@@ -29,22 +29,12 @@ def _surprises(view: ModelView, strategy: Strategy) -> Iterator[str]:
             "use fewer layers a fragment (by_layers(1), streaming_diloco(layers=1)) or by_bytes(…); if one is what you "
             "want, use fragments=whole()."
         )
-    local = view.modules_with_statistics() if strategy.faults.tolerant and strategy.buffers else []
-    if local:
-        others = f" and {len(local) - 1} other modules" if len(local) > 1 else ""
-        yield (
-            f"Under {strategy.faults.name} the running statistics of {local[0]}{others} stay each worker's own, since "
-            "a round that fails must change nothing: what is evaluated or exported has one worker's. Estimate them "
-            "anew from data then (torch.optim.swa_utils.update_bn), or use a norm without them; buffers=False says "
-            "that you know."
-        )
     for optimizer in view.optimizers:
         if strategy.optimizer_state == "leave" and _is_schedule_free(optimizer):
             yield (
                 f"{type(optimizer).__name__} trains at one point and is judged at another, which it makes of its own "
                 "state in eval(): rounds make the workers' parameters equal, but not those after optimizer.eval(). Use "
-                'optimizer_state="average", which averages that state too, or "reset" where rounds land late or '
-                "workers come and go."
+                'optimizer_state="average", which averages that state too, or "reset" where rounds land late.'
             )
 
 

@@ -16,7 +16,6 @@ import torch
 
 from cadenza.common.streams import devices_of, refuse_capture
 from cadenza.engine import loading, saving
-from cadenza.engine.buffers import average_buffers
 from cadenza.engine.collectives import average_tensors
 from cadenza.engine.hooks import hook_optimizer, hook_scaler
 from cadenza.engine.model_view import ModelView
@@ -149,7 +148,9 @@ class Synchronizer:
             )
         self._state.clock += 1
         counts.samples += samples or 0.0
-        if (round := self._participants.summons(self._state.clock)) is not None:
+        round = self._participants.summons(self._state.clock)
+        if round is not None and round.step > self.strategy.warmup_steps:
+            self._warm_up.end_step()
             self._rounds.come_to(round)
             return
         if not self._warm_up.count_step():
@@ -159,8 +160,8 @@ class Synchronizer:
         self._rounds.land_due()
         n = self._state.balance.tick(self._state.clock - self.strategy.warmup_steps, idle=counts.exhausted)
         if n is not None:
+            self._reporter.bytes_beside += average_due_state(self.replica, n)
             self._rounds.launch_due(n)
-            average_due_state(self.replica, n)
 
     def average_gradients(self) -> None:
         """Average the gradients during the warm-up, after backward and before unscaling or clipping; later do nothing.
@@ -192,10 +193,9 @@ class Synchronizer:
     def finish(self) -> None:
         """Land what is in flight, run one last global round, and close: all ranks end with equal parameters.
 
-        So do the buffers that the strategy averages, BatchNorm's running statistics by default (not under `skip_round`
-        and `shrink`). The last round is one like the others, outer step and momentum included, also if its period was
-        cut short. There is none where all have just met. Where workers have anchors of their own, it is a plain mean of
-        the parameters.
+        So do the buffers that the strategy averages, BatchNorm's running statistics by default. The last round is one
+        like the others, outer step and momentum included, also if its period was cut short. There is none where all
+        have just met. Where workers have anchors of their own, it is a plain mean of the parameters.
         """
         self._check_open()
         if self.strategy.balanced:
@@ -203,8 +203,8 @@ class Synchronizer:
         self._rounds.land_all()
         if self._state.clock > self.strategy.warmup_steps:
             self._end_together()
-        elif self._participants.always_together:  # gradients were averaged, but each has seen batches of its own
-            average_buffers(self.replica, self._participants.levels[-1].transport, weight=1.0)
+        elif self._state.clock or self._participants.always_together:
+            self._participants.end(together=self._warm_up.finish())
         self.close()
 
     @contextmanager
@@ -302,7 +302,8 @@ class Synchronizer:
         """Start together with the others, or come to their next round if they have begun."""
         self._participants.start(self.replica)
         while (round := self._participants.awaited()) is not None:
-            self._rounds.come_to(round)
+            if not self._warm_up.come_to(round):
+                self._rounds.come_to(round)
         self._warm_up.begin()
 
     def _end_together(self) -> None:

@@ -12,7 +12,7 @@ False
 from cadenza.faults.base import FaultPolicy
 from cadenza.faults.raise_error import RaiseError, raise_error
 from cadenza.faults.settings import Patience, Poison
-from cadenza.faults.shrink import Shrink, shrink
+from cadenza.faults.shrink import Shrink, for_inner_level, shrink, to_wait_for_all
 from cadenza.faults.skip_round import SkipRound, skip_round
 
 __all__ = [
@@ -22,7 +22,9 @@ __all__ = [
     "RaiseError",
     "Shrink",
     "SkipRound",
+    "for_inner_level",
     "raise_error",
     "shrink",
     "skip_round",
+    "to_wait_for_all",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Protocol
 
 from cadenza.faults.settings import Patience, Poison
@@ -34,8 +34,11 @@ class FaultPolicy(Protocol):
         """Say whether those who are here may hold a round, after a last one that `last` held together."""
         ...
 
-    def suffices(self, here: Set[int], last: Set[int]) -> bool:
-        """Say whether a round goes on without those who are late, once these are here."""
+    def suffices(self, here: Set[int], last: Set[int], weights: Mapping[int, float]) -> bool:
+        """Say whether a round goes on without those who are late, once these are here.
+
+        `weights` says what each of them counted in the last round; it is empty where all counted alike.
+        """
         ...
 
     @property

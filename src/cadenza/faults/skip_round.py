@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -30,7 +30,7 @@ class SkipRound:
     def enough(self, here: Set[int], last: Set[int]) -> bool:
         return here >= last
 
-    def suffices(self, here: Set[int], last: Set[int]) -> bool:
+    def suffices(self, here: Set[int], last: Set[int], weights: Mapping[int, float]) -> bool:
         return False
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from cadenza.common.checks import as_fraction, as_number, as_positive
 from cadenza.errors import CadenzaError
 
 __all__ = ["muon_and_adamw"]
+
+_EMBEDDING = re.compile(r"embed|(^|[._])pos(ition)?(al|s)?([._]|$)")
 
 
 def muon_and_adamw(
@@ -28,8 +31,9 @@ def muon_and_adamw(
 ) -> list[torch.optim.Optimizer]:
     """Return `torch.optim.Muon` for the hidden matrices and AdamW for the rest, as MuLoCo has them (arXiv 2505.23725).
 
-    Hidden matrices are all parameters of two dimensions but embeddings (of an `nn.Embedding`, or "embed" in their name)
-    and the output layer, which is the last one with a matrix. The defaults are the authors'.
+    Hidden matrices are all parameters of two dimensions but embeddings (of an `nn.Embedding`, or with a name such as
+    "embedding" or "positions") and the output layer: the last one with a matrix, unless it stands in one of several
+    like blocks, as where the output is tied to the embedding. The defaults are the authors'.
 
     Args:
         model: The model; parameters without `requires_grad` are left out.
@@ -73,11 +77,20 @@ class _HiddenMatrices:
 
     def __init__(self, model: nn.Module) -> None:
         embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        owners = [m for m in model.modules() if any(p.ndim == 2 for p in m.parameters(recurse=False))]
-        self._left_out = {id(p) for m in [*embeddings, *owners[-1:]] for p in m.parameters(recurse=False)}
+        owners = {n: m for n, m in model.named_modules() if any(p.ndim == 2 for p in m.parameters(recurse=False))}
+        last = [m for n, m in list(owners.items())[-1:] if not _is_in_like_blocks(n, owners)]
+        self._left_out = {id(p) for m in [*embeddings, *last] for p in m.parameters(recurse=False)}
 
     def __call__(self, name: str, parameter: nn.Parameter) -> bool:
-        return parameter.ndim == 2 and id(parameter) not in self._left_out and "embed" not in name.lower()
+        return parameter.ndim == 2 and id(parameter) not in self._left_out and not _EMBEDDING.search(name.lower())
+
+
+def _is_in_like_blocks(owner: str, owners: Collection[str]) -> bool:
+    """Say whether a module is a part of a numbered block that has another one like it: so it is no output layer."""
+    parts = owner.split(".")
+    numbers = [i for i, part in enumerate(parts[:-1]) if part.isdecimal()]
+    likes = ([*parts[:i], "\\d+", *parts[i + 1 :]] for i in numbers)
+    return any(re.fullmatch("\\.".join(like), other) for like in likes for other in owners if other != owner)
 
 
 def _split(

@@ -35,9 +35,11 @@ from cadenza.outer.noloco import NoLoCo, noloco
 from cadenza.outer.sgd import Sgd, nesterov, sgd
 from cadenza.outer.sign import Sign, sign
 from cadenza.outer.slowmo import SlowMo, slowmo
+from cadenza.outer.suited import Defaults, Suited, suited, suited_nesterov
 from cadenza.outer.torch_optimizer import TorchOptimizer, optimizer
 
 __all__ = [
+    "Defaults",
     "Eager",
     "Factor",
     "Mean",
@@ -47,6 +49,7 @@ __all__ = [
     "Sign",
     "SlowMo",
     "State",
+    "Suited",
     "TorchOptimizer",
     "eager",
     "mean",
@@ -56,4 +59,6 @@ __all__ = [
     "sgd",
     "sign",
     "slowmo",
+    "suited",
+    "suited_nesterov",
 ]

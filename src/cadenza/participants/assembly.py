@@ -7,25 +7,26 @@ stands.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cadenza.common.wording import name_workers
 from cadenza.errors import TurnedAwayError
 from cadenza.faults import FaultPolicy
 from cadenza.participants.heartbeat import Heartbeat
-from cadenza.participants.latest_round import Latest, LatestRound
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.round_index import note_round
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
+from cadenza.participants.sites import Scope
 from cadenza.participants.store import StoreConnection, wait_for
 
 __all__ = ["Assembly", "obeyed"]
 
 
 _FIRST = 8  # workers that look all the time who has come
+_PAUSE_S = 0.05  # between two looks at what was decided
 _LOOK_S = 0.05  # between two looks of others, times how many more there are
 
 
@@ -38,7 +39,11 @@ class Assembly:
         signer: What signs what is written.
         round: The round.
         me: What this worker writes when it arrives.
+        scope: Who may be in the round.
         accepts_rollback: Whether a state that has seen fewer rounds than were held may be gone on from.
+        elsewhere: Says whether this worker is called to another level's round, to which it had better go.
+        columns: How many ranks a worker has.
+        known: The last roster on which this worker was.
     """
 
     def __init__(
@@ -49,21 +54,28 @@ class Assembly:
         round: RoundId,
         me: Arrival,
         *,
+        scope: Scope,
         accepts_rollback: bool = False,
+        elsewhere: Callable[[], bool] = lambda: False,
+        columns: int = 1,
+        known: Roster | None = None,
     ) -> None:
+        self._columns, self._known = columns, known
         self._connection, self._heartbeat, self._signer = connection, heartbeat, signer
         self._round, self._me = round, me
-        self._accepts_rollback = accepts_rollback
+        self._scope, self._progress = scope, heartbeat.progress(scope.place)
+        self._accepts_rollback, self._elsewhere = accepts_rollback, elsewhere
         self._look_at = 0.0 if self._looks_first() else self._pause_s()
-        self._base = f"round/{round}"
+        self._base = f"{scope.place}round/{round}"
 
-    def hold(self, policy: FaultPolicy, *, workers: int, patience_s: float) -> Roster:
+    def hold(self, policy: FaultPolicy, *, workers: int, patience_s: float, linger_s: float = 0.0) -> Roster:
         """Come to the round and return its roster, on which this worker stands.
 
         Args:
             policy: What is enough.
             workers: How many are expected at the very first round.
             patience_s: How long those who are late are waited for.
+            linger_s: How long those who are a moment late are, where the others are enough.
 
         Raises:
             RoundNotHeldError: No round is held, or it is held without this worker, which is behind then.
@@ -76,7 +88,7 @@ class Assembly:
         self._connection.call(lambda store: self.sign(store, self._me))
         found: Roster | None = None
         while found is None:
-            found = self._advance(policy, workers, time.monotonic() - started, patience_s)
+            found = self._advance(policy, workers, time.monotonic() - started, patience_s, linger_s)
         roster = obeyed(found, self._me)
         if standing is not None:
             raise RoundNotHeldError(
@@ -84,7 +96,9 @@ class Assembly:
             )
         return roster
 
-    def _advance(self, policy: FaultPolicy, workers: int, waited_s: float, patience_s: float) -> Roster | None:
+    def _advance(
+        self, policy: FaultPolicy, workers: int, waited_s: float, patience_s: float, linger_s: float
+    ) -> Roster | None:
         """Look who is there, propose a roster if that is enough, and return the one that stands, if one does."""
         heartbeat = self._heartbeat
         if heartbeat.replaced:
@@ -93,21 +107,26 @@ class Assembly:
             return self._wait()
         self._look_at = waited_s + self._pause_s()
         arrivals = self._connection.call(self._arrivals)
+        if self._me.worker not in arrivals:  # somebody else has written over it, or the store has forgotten it
+            self._connection.call(lambda store: self.sign(store, self._me))
+            arrivals[self._me.worker] = self._me
         current = {w: arrival for w, arrival in arrivals.items() if heartbeat.is_current(w, arrival.incarnation)}
         if self._me.worker in current:
             current[self._me.worker] = self._informed(current)
-        hopeful = heartbeat.doubted()  # asked before the others' deaths are, which may be told in between
+        mates = self._mates()
+        hopeful = heartbeat.doubted() & mates  # asked before the others' deaths are, which may be told in between
         proposal = None
         try:
             proposal = propose(
                 current,
                 policy,
-                known=heartbeat.known(),
+                known=mates,
                 silent=self._not_awaited() - current.keys() | heartbeat.silent(),
                 gone=heartbeat.gone(),
                 workers=workers,
                 time_is_up=waited_s >= patience_s,
-                held=heartbeat.held,
+                lingered=waited_s >= linger_s,
+                held=self._progress.held,
                 accept_rollback=self._accepts_rollback,
             )
         except RoundNotHeldError:
@@ -119,27 +138,33 @@ class Assembly:
                 return found
         led = self._me.new and proposal is not None and not all(current[w].new for w in proposal.members)
         if proposal is not None and (proposal.members or not hopeful) and not led:  # who leads knows the others better
-            return self._decide(replace(proposal, decided_at=time.time()))
+            inside = self._scope.cut(dict(zip(proposal.members, proposal.sites, strict=True)))
+            return self._decide(replace(proposal, decided_at=time.time(), inside=inside))
         if waited_s >= 3 * patience_s:
             self._connection.call(self._leave)
             raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
-        return self._wait()
+        return self._wait(linger_s - waited_s if waited_s < linger_s else _PAUSE_S)
 
     def _not_awaited(self) -> set[int]:
         """Return those for whom the round does not wait; the first one waits also for those who are still preparing."""
-        return self._heartbeat.not_expected() if self._round.step else set()
+        elsewhere = self._heartbeat.known() - self._mates()
+        return elsewhere | (self._heartbeat.not_expected() if self._round.step else set())
+
+    def _mates(self) -> set[int]:
+        """Return who has signed on and may be in the round."""
+        return {worker for worker, site in self._heartbeat.sites().items() if self._scope.holds(site)}
 
     def _looks_first(self) -> bool:
         """Tell whether this worker is one of the few who look at once who has come; others wait for a roster of theirs.
 
         All would read what all have written, and that would be as many entries as there are pairs of workers.
         """
-        expected = set(self._me.last) - self._heartbeat.silent() or self._heartbeat.known()
+        expected = set(self._me.last) - self._heartbeat.silent() or self._mates()
         return self._me.worker in sorted(expected)[:_FIRST] or len(expected) <= _FIRST
 
     def _pause_s(self) -> float:
         """Return how long to wait between two looks."""
-        return 0.0 if self._looks_first() else _LOOK_S * len(self._heartbeat.known()) / _FIRST
+        return 0.0 if self._looks_first() else _LOOK_S * len(self._mates()) / _FIRST
 
     def _informed(self, current: Mapping[int, Arrival]) -> Arrival:
         """Return this worker's arrival with what it knows by now of newcomers that it cannot reach."""
@@ -166,12 +191,16 @@ class Assembly:
         def announce(store: SignedStore) -> RoundId:
             if store.check(["finished"]):
                 raise RoundNotHeldError("the others have finished", behind=True, over=True)
-            self._heartbeat.note(LatestRound(self._signer).read(store))
-            latest = LatestRound(self._signer).raise_to(store, Latest(self._round, self._heartbeat.held))
-            self._heartbeat.note(latest)
-            if latest.round == self._round:
-                note_round(store, self._round, members=len(self._heartbeat.known()))
-            return latest.round
+            latest = self._progress.announce(store, self._round)
+            if latest == self._round:
+                note_round(
+                    store,
+                    self._round,
+                    members=len(self._mates()),
+                    columns=self._columns,
+                    place=self._scope.place,
+                )
+            return latest
 
         latest = self._connection.call(announce)
         if self._round < latest:
@@ -191,16 +220,18 @@ class Assembly:
 
         return self._connection.call(decide)
 
-    def _wait(self) -> Roster | None:
+    def _wait(self, most_s: float = _PAUSE_S) -> Roster | None:
         """Wait a moment for a roster."""
-        heartbeat = self._heartbeat
-        overtaken = (
-            heartbeat.latest is not None and heartbeat.latest > self._round
-        )  # asked before the roster is looked for
-        text = self._connection.call(lambda store: wait_for(store, f"{self._base}/roster", min(0.05, heartbeat.tick_s)))
-        if text is None and overtaken:
+        latest, elsewhere = self._progress.latest, self._elsewhere()  # asked before the roster is looked for
+        pause_s = min(most_s, _PAUSE_S, self._heartbeat.tick_s)
+        text = self._connection.call(lambda store: wait_for(store, f"{self._base}/roster", pause_s))
+        if text is None and latest is not None and latest > self._round:
             raise RoundNotHeldError("the others have gone on to a later round", behind=True)
-        return self._understood(text)
+        if text is not None or not elsewhere:
+            return self._understood(text)
+        if (found := self._connection.call(self._leave)) is None:
+            raise RoundNotHeldError("this worker is called to a round of a larger level")
+        return found
 
     def _standing(self, store: SignedStore) -> Roster | None:
         """Return the roster, if one was decided on."""
@@ -221,7 +252,7 @@ class Assembly:
         return {worker: arrival for worker, arrival in found.items() if arrival.here}
 
     def _understood(self, text: str | None) -> Roster | None:
-        return self._signer.understood(lambda: Roster.unpack(text)) if text else None
+        return self._signer.understood(lambda: Roster.unpack(text, self._known)) if text else None
 
 
 def obeyed(roster: Roster, me: Arrival) -> Roster:
@@ -243,8 +274,10 @@ def obeyed(roster: Roster, me: Arrival) -> Roster:
         )
     if not roster.members:
         raise RoundNotHeldError(f"{name_workers(roster.absent)} did not come", absent=roster.absent)
+    late_s = max(0.0, time.time() - roster.decided_at)
     raise RoundNotHeldError(
-        f"the round was held by {name_workers(roster.members)} without worker {me.worker}, which came "
-        f"{max(0.0, time.time() - roster.decided_at):.2f} s too late",
+        f"the round was held by {name_workers(roster.members)} without worker {me.worker}, which came {late_s:.2f} s "
+        "too late",
         behind=True,
+        late_s=late_s,
     )

@@ -57,8 +57,8 @@ class SharedState(Protocol):
         """Give the whole model the values that the first member of a transport has."""
         ...
 
-    def refit(self) -> None:
-        """Make what is kept between rounds fit the members that have come together now."""
+    def refit(self, level: int) -> None:
+        """Make what is kept between rounds of a level fit the members that have come together now."""
         ...
 
     def shared_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -69,8 +69,11 @@ class SharedState(Protocol):
         """Return what all workers share besides tensors, as JSON can hold it."""
         ...
 
-    def adopt(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, new: bool) -> None:
-        """Take the others' state; a worker that is not new keeps what it has done since it was last in step."""
+    def adopt(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, new: bool, level: int) -> None:
+        """Take the others' state; a worker that is not new keeps what it has done since it was last in step.
+
+        It came to a round of a level; what it shares with others at levels inside that one moves with it.
+        """
         ...
 
 
@@ -84,7 +87,7 @@ class Participants(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The workers that held the last round together, ascending."""
+        """The workers that held the last round together, of the outermost level, ascending."""
         ...
 
     @property
@@ -100,6 +103,10 @@ class Participants(Protocol):
     @property
     def behind(self) -> bool:
         """Whether rounds were, or may have been, held without this worker: it comes to the next one."""
+        ...
+
+    def missed(self, round: RoundId) -> bool:
+        """Say whether a round that this worker came to was held without it, or not at all."""
         ...
 
     @property
@@ -122,8 +129,11 @@ class Participants(Protocol):
         """How many rounds this worker has seen land, where that is counted."""
         ...
 
-    def resume(self, held: int) -> None:
-        """Go on from a state that has seen so many rounds."""
+    def resume(self, held: int, marks: Sequence[str]) -> None:
+        """Go on from a state that has seen so many rounds.
+
+        `marks` tell the states of each level inside the outermost apart; an empty one begins at the outermost anchor.
+        """
         ...
 
     def group(self, level: int, round: int) -> LevelGroup:
@@ -142,13 +152,16 @@ class Participants(Protocol):
         """Return the round that the others are at, if this worker is behind and should come to it now."""
         ...
 
-    def admit(self, round: RoundId, digest: str, *, settled: bool) -> Admission | FailedRound:
+    def admit(
+        self, round: RoundId, digest: str, *, settled: bool = False, last: bool = False
+    ) -> Admission | FailedRound:
         """Find out who is in a round, and connect them.
 
         Args:
             round: Which one.
             digest: A fingerprint of what this worker is about to send.
             settled: Whether this worker holds the result of this step's round already.
+            last: Whether none follows, so that all are waited for: who is left out of it ends with less.
         """
         ...
 
@@ -160,8 +173,8 @@ class Participants(Protocol):
         """Exchange the values of a round and return the result, if all members have one."""
         ...
 
-    def commit(self, round: RoundId, wire_s: float) -> None:
-        """Count a round that has landed, and learn how long such rounds take."""
+    def commit(self, round: RoundId, wire_s: float, shares: Sequence[float] = ()) -> None:
+        """Count a round that has landed, and learn how long such rounds take; `shares` is what each member counted."""
         ...
 
     def prepare_last_round(self) -> None:

@@ -20,7 +20,7 @@ State = Literal["here", "gone"]
 
 _TYPES = {
     **dict.fromkeys(("worker", "started", "number"), int),
-    **dict.fromkeys(("incarnation", "address", "state"), str),
+    **dict.fromkeys(("incarnation", "address", "state", "site"), str),
     "at": float,
     **dict.fromkeys(("waiting", "preparing"), bool),
 }
@@ -45,6 +45,7 @@ class Beat:
         state: Whether it is there, or has signed off, or was seen to die.
         waiting: Whether it waits for others from whom it can take a state.
         preparing: Whether it is still building its model, so that no round should wait for it.
+        site: Where it is, from the largest place to the smallest, with slashes.
     """
 
     worker: int
@@ -56,6 +57,7 @@ class Beat:
     state: State = "here"
     waiting: bool = False
     preparing: bool = False
+    site: str = ""
 
     def pack(self) -> str:
         return json.dumps(asdict(self))

@@ -1,41 +1,27 @@
 """Workers that come and go, under `skip_round` and `shrink`: every round finds out anew who is in it.
 
-`admit` agrees on a roster and connects its members, `catch_up` gives those who are behind the leader's state, `agree`
-sends the values and votes, `commit` counts what has landed. Whatever fails on the way is a `FailedRound`: nothing has
-changed, and the next round starts from a new process group.
+A worker is in a circle for each level: the outermost is for all, those inside it are for the workers of its site. Here
+is what the circles of one worker have to do with each other: which round to come to, and what a round of one level
+means for the others.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cadenza.errors import (
-    CadenzaError,
-    ContributionRefusedError,
-    NobodyLeftError,
-    StoreLostError,
-    TransportError,
-    TurnedAwayError,
-)
-from cadenza.faults import FaultPolicy
-from cadenza.participants.assembly import Assembly
+from cadenza.errors import StoreLostError, TransportError, TurnedAwayError
+from cadenza.faults import FaultPolicy, for_inner_level
 from cadenza.participants.base import Admission, FailedRound, SharedState
-from cadenza.participants.group_keeper import GroupKeeper
+from cadenza.participants.circle import Circle
 from cadenza.participants.latecomer import Latecomer
 from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.membership import Membership
-from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError
-from cadenza.participants.roster_log import RosterLog
 from cadenza.participants.round_id import RoundId
-from cadenza.participants.signed_store import SignedStore
-from cadenza.participants.state_transfer import transfer_state
-from cadenza.participants.vote import Vote
+from cadenza.participants.sites import scopes_of
 from cadenza.strategy import LevelPlan
 
 __all__ = ["ElasticParticipants"]
@@ -45,9 +31,7 @@ _logger = logging.getLogger("cadenza")
 Result = TypeVar("Result")
 
 _ATTEMPTS = 3  # to start together, and to end together
-_STATE = 12  # times the bytes of a round may be in a state: anchor, two moments in fp32, where rounds are in 8 bits
-_REMEMBERED = 32  # rounds from which it is known how late workers are
-_MEMORY = 0.7  # how much of the estimate of a transfer's duration stays when another one is measured
+_SELDOM = 8  # steps, after which the ranks of a replica tell each other what is not urgent
 
 
 class ElasticParticipants:
@@ -56,41 +40,52 @@ class ElasticParticipants:
     Args:
         membership: This worker's place in the job.
         policy: Who is enough for a round, and how long it waits.
-        plan: The choices of the one level.
+        plans: The choices of each level, from the innermost.
         terms: What must be the same on all workers: strategy, version, model.
-
-    Attributes:
-        behind: Whether rounds were, or may have been, held without this worker.
-        idle: Whether it has only just joined, and has nothing yet to contribute.
-        over: Whether the others were seen to have finished.
+        sharded: Whether the ranks of a replica hold parts of the model; else all of them hold the whole.
     """
 
     always_together = False
     atomic = True
     last_phases = tuple(range(1, _ATTEMPTS + 1))
 
-    def __init__(self, membership: Membership, policy: FaultPolicy, plan: LevelPlan, terms: str) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        policy: FaultPolicy,
+        plans: Sequence[LevelPlan],
+        terms: str,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        membership.heartbeat.site, scopes = scopes_of(plans, membership.site)
         self.membership = membership
         self.policy = policy
-        self.levels: Sequence[LevelGroup] = [LevelGroup(plan, plan.name or "level 0", None)]
-        self.behind = self.idle = self.over = False
-        self._terms = terms
-        # One for the training loop, one for rounds in flight.
-        self._connections = [membership.connection(), membership.connection()]
+        self._island = membership.island
+        self._island.sharded = sharded
+        self.levels: Sequence[LevelGroup] = [
+            LevelGroup(plan, plan.name or f"level {number}", None, island=self._island)
+            for number, plan in enumerate(plans)
+        ]
+        self._connections = (membership.connection(), membership.connection())
+        # Where all ranks of a replica hold the whole model, each sends a part of it, and gets the others' inside.
+        whole = self._island.size > 1 and not sharded
+        self._circles = [
+            Circle(
+                membership,
+                policy if scope.outermost else for_inner_level(policy),
+                self.levels[scope.level],
+                terms,
+                self._connections,
+                scope,
+                self._island.inside() if whole and not plans[scope.level].codec.shaped else None,
+            )
+            for scope in scopes
+        ]
+        self._outermost = self._current = self._circles[-1]
+        self._island.on_break(self._part)  # nobody is to wait for this rank in a transfer
         self._latecomer = Latecomer(membership, policy.patience, self._connections[0])
-        self._group = GroupKeeper(membership, self._connections[0])
-        self._roster = Roster(())
-        self._last: tuple[int, ...] = ()
-        self._rounds = 0
-        self._chain = ""
-        self._late_s = 0.0
-        self._usual_s: float | None = None
-        self._losses = 0
-        self._waits: deque[float] = deque(maxlen=_REMEMBERED)  # for the last one to come, where all came
-        self._log = RosterLog(membership.worker)
-        self._tried: RoundId | None = None
-        self._refused_at: float | None = None  # since when there was nobody who has seen the last rounds
-        self._called: RoundId | None = None
+        self._tried: set[RoundId] = set()
 
     @property
     def worker(self) -> int:
@@ -99,23 +94,37 @@ class ElasticParticipants:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._last
+        return self._outermost.history.last
+
+    @property
+    def behind(self) -> bool:
+        return any(circle.behind for circle in self._circles)
+
+    def missed(self, round: RoundId) -> bool:
+        circle = self._circles[round.level]
+        return circle.behind or circle.history.new
+
+    @property
+    def idle(self) -> bool:
+        return self._current.idle
+
+    @property
+    def over(self) -> bool:
+        return any(circle.over for circle in self._circles)
 
     @property
     def held(self) -> int:
-        return self._rounds
+        return self._outermost.history.rounds
 
-    def resume(self, held: int) -> None:
-        self._rounds = self.membership.heartbeat.held = max(self._rounds, held)
+    def resume(self, held: int, marks: Sequence[str]) -> None:
+        self._outermost.history.resume(held)
+        for circle, mark in zip(self._circles, marks, strict=False):
+            circle.history.resume(held, mark)
 
     @property
     def history(self) -> str:
-        """A hash over the rounds that this worker has seen land: equal on two workers that have seen the same."""
-        return self._chain
-
-    @property
-    def _new(self) -> bool:
-        return not self._last
+        """A hash over the rounds that this worker has seen land: equal on workers of a site that have seen the same."""
+        return self._circles[0].history.chain
 
     def group(self, level: int, round: int) -> LevelGroup:
         return self.levels[level]
@@ -125,204 +134,138 @@ class ElasticParticipants:
     def start(self, state: SharedState) -> None:
         self.membership.heartbeat.preparing = False
         phase, reason = 0, ""
+        mates = self._island.loop
         for _ in range(_ATTEMPTS):
-            phase = max(phase, self._start_phase())
-            failed = self._meet(RoundId(0, phase), state)
+            phase = max(phase, mates.tell(self._start_phase))
+            failed = self._meet(RoundId(0, phase, level=len(self.levels) - 1), state)
             if failed is None:
-                self._chain = _link("", RoundId(0), self._roster)
+                for circle in self._circles:
+                    circle.history.begin(self._outermost.roster)
                 return
-            self._look()
-            if self.behind and self._start_phase() <= phase:
+            if mates.tell(lambda reached=phase: self._has_begun(reached)):  # type: ignore[misc]
                 return  # the others have begun
-            self.behind = False
+            self._outermost.behind = False
             phase, reason = phase + 1, failed.reason
         raise TransportError(f"The workers did not come together: {reason}.")
 
     def _meet(self, round: RoundId, state: SharedState) -> FailedRound | None:
         """Come to a first round and take the leader's state."""
-        admitted = self._admit(round, "start", settled=False, patience_s=self.policy.patience.first_s)
+        admitted = self._outermost.admit(round, "start", patience_s=self.policy.patience.first_s)
         return admitted if isinstance(admitted, FailedRound) else self.catch_up(state)
 
-    def _look(self) -> None:
-        """Know the latest round: at once if the others are beyond this one, else after a pause."""
+    def _has_begun(self, phase: int) -> bool:
+        """Tell whether the others train already: ask at once if they are beyond this attempt, else after a pause."""
         if not self.behind:
             time.sleep(2 * self.membership.heartbeat.tick_s)
         with suppress(StoreLostError):
             self.membership.heartbeat.glance()
+        return self.behind and self._start_phase() <= phase
 
     def _start_phase(self) -> int:
         """Return which attempt to start together is under way; -1 if there is none, or training has begun."""
-        latest = self.membership.heartbeat.latest
+        latest = self._outermost.progress.latest
         return latest.phase if latest is not None and latest.step == 0 else -1
 
     def summons(self, step: int) -> RoundId | None:
+        self._island.check()
+        self._notice_overtaken(step)
         heartbeat = self.membership.heartbeat
-        if heartbeat.replaced:
-            raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
-        latest, heartbeat.eager = heartbeat.latest, self.behind or self._new
-        if not (self.behind or self._new) or latest is None or latest.step == 0:
+        heartbeat.eager = self.behind or any(circle.history.new for circle in self._circles)
+        if not heartbeat.eager:
+            self._refuse_replaced()
             return None
-        self._called = latest if latest.step > step or self._new else None
-        return self._called
+        return self._obey(self._island.loop.tell(lambda: self._calls(step), _pack_rounds, _unpack_rounds))
+
+    def _notice_overtaken(self, step: int) -> None:
+        """Know it at once if rounds are held without this worker, and not only when it comes to its own next one."""
+        if self._island.size > 1 and step % _SELDOM:
+            return  # what one rank of a replica notices, all have to be told
+        told = self._island.loop.tell(lambda: [circle.is_overtaken(step) for circle in self._circles])
+        for circle, overtaken in zip(self._circles, told, strict=True):
+            if overtaken:
+                circle.be_overtaken()
+
+    def _calls(self, step: int) -> list[RoundId | None]:
+        """Return the round to which each circle calls this worker."""
+        self._refuse_replaced()
+        return [self._call(circle, step) for circle in self._circles]
+
+    def _call(self, circle: Circle, step: int) -> RoundId | None:
+        """Return the round to which a circle calls this worker: it is behind there, and the others are further."""
+        latest = circle.progress.latest
+        if not (circle.behind or circle.history.new) or latest is None or latest.step == 0 or latest in self._tried:
+            return None
+        return latest if latest.step > step or circle.history.new else None
+
+    def _obey(self, calls: Sequence[RoundId | None]) -> RoundId | None:
+        """Return the latest of the rounds to which circles call."""
+        latest = _latest(calls)
+        for circle, called in zip(self._circles, calls, strict=True):
+            circle.called = latest if called == latest else None
+        return latest
+
+    def _refuse_replaced(self) -> None:
+        if self.membership.heartbeat.replaced:
+            raise TurnedAwayError(f"Another process has taken the place of worker {self.worker}; this one ends.")
 
     def awaited(self) -> RoundId | None:
-        if not self._new:
+        if not self._outermost.history.new:
+            self._tried.clear()
             return None
-        self._tried = self._latecomer.await_round(lambda: self.summons(-1), after=self._tried)
-        return self._tried
+        self.membership.heartbeat.eager = True
+        found = self._obey(self._island.loop.tell(self._awaited, _pack_rounds, _unpack_rounds))
+        assert found is not None
+        self._tried.add(found)
+        return found
 
-    def admit(self, round: RoundId, digest: str, *, settled: bool) -> Admission | FailedRound:
-        patience_s = self.policy.patience.grace_after(self._waits)
-        return self._admit(round, digest, settled=settled, patience_s=patience_s)
+    def _awaited(self) -> list[RoundId | None]:
+        """Wait until the others hold a round, and return to which one each circle calls."""
+        self._latecomer.await_round(lambda: _latest(self._calls(-1)))
+        return self._calls(-1)
 
-    def _admit(self, round: RoundId, digest: str, *, settled: bool, patience_s: float) -> Admission | FailedRound:
-        if not self.membership.heartbeat.connected:
-            self.behind = True
-            return FailedRound("the store cannot be reached")
-        self._renew_connections()
-        began = time.time()
-        try:
-            roster = self._roster_of(round, self._arrival(round, digest, settled), patience_s)
-        except RoundNotHeldError as error:
-            self.over = self.over or error.over
-            self._refuse_for_long(error)
-            if error.behind and not self.behind:
-                self.behind, self._late_s = True, 0.0 if self._new else max(0.001, time.time() - began)
-            return FailedRound(str(error), error.absent)
-        except StoreLostError as error:
-            self.behind = True
-            return FailedRound(str(error))
-        self._refused_at = None
-        if not roster.absent:
-            self._waits.append(time.time() - began)
-        self._log.write(roster, round, last=self._last)
-        self.membership.heartbeat.note_prepared(dict(zip(roster.members, roster.incarnations, strict=True)))
-        try:
-            self._form(roster, round)
-        except CadenzaError as error:
-            return FailedRound(str(error), self._group.part(error))
-        return Admission(catching_up=bool(roster.behind), settled=roster.settled)
-
-    def _roster_of(self, round: RoundId, me: Arrival, patience_s: float) -> Roster:
-        membership, connection = self.membership, self._connections[0]
-        accepts = membership.accepts_rollback
-        assembly = Assembly(connection, membership.heartbeat, membership.signer, round, me, accepts_rollback=accepts)
-        return assembly.hold(self.policy, workers=self.membership.workers, patience_s=patience_s)
-
-    def _refuse_for_long(self, error: RoundNotHeldError) -> None:
-        """End the training if those who have seen the last rounds do not come back."""
-        if not isinstance(error, RollbackError):
-            return
-        now = time.monotonic()
-        if self._refused_at is None:
-            self._refused_at = now
-            _logger.warning("Worker %d: %s. They are waited for.", self.worker, error)
-        elif now - self._refused_at > self.policy.patience.first_s:
-            raise NobodyLeftError(
-                f"{str(error).capitalize()}; they did not come back for {self.policy.patience.first_s:g} s. Start all "
-                "workers from a checkpoint, under another name (CADENZA_JOB, or join(job=…)); or let them go on from "
-                "the older state (CADENZA_ACCEPT_ROLLBACK=1, join(accept_rollback=True), or cadenza train "
-                "--accept-rollback)."
-            )
-
-    def _renew_connections(self) -> None:
-        """Let go of connections to a store that was lost since."""
-        if self._losses != self.membership.heartbeat.losses:
-            self._losses = self.membership.heartbeat.losses
-            for connection in self._connections:
-                connection.close()
-
-    def _arrival(self, round: RoundId, digest: str, settled: bool) -> Arrival:
-        terms = hashlib.blake2b(f"{self._terms} {digest}".encode(), digest_size=16).hexdigest()
-        return Arrival(
-            self.worker,
-            self.membership.heartbeat.incarnation,
-            self._rounds,
-            self._chain,
-            terms,
-            last=self._last,
-            late_s=0.0 if self._new else self._late_s,
-            generation=self._group.name,
+    def admit(
+        self, round: RoundId, digest: str, *, settled: bool = False, last: bool = False
+    ) -> Admission | FailedRound:
+        self._current = circle = self._circles[round.level]
+        larger = self._circles[round.level + 1 :]
+        return circle.admit(
+            round,
+            digest,
             settled=settled,
-            called=self._called is not None and round.step == self._called.step,
-            unreached=self._group.unreached(),
-            unsure=self.membership.heartbeat.forgetful,
+            last=last,
+            elsewhere=lambda: any(self._call(other, round.step) is not None for other in larger),
         )
 
-    def _form(self, roster: Roster, round: RoundId) -> None:
-        """Have a process group of the roster's members."""
-        self._roster = roster
-        if (transport := self._group.form(roster, round, timeout_s=self._limit_s(roster))) is not None:
-            self.levels[0].transport = transport
-
     def catch_up(self, state: SharedState) -> FailedRound | None:
-        roster = self._roster
-        receives = self.worker in roster.behind
-        try:
-            if roster.members != self._last:
-                state.refit()
-            self.idle = receives and self._new
-            self._transfer(state, roster, receives=receives)
-        except CadenzaError as error:
-            return FailedRound(str(error), self._group.part(error))
-        self._last = roster.members
-        self.behind, self._late_s, self._called = False, 0.0, None
+        circle, new = self._current, self._current.history.new
+        heard = circle.catch_up(state, [other.facts() for other in self._circles])
+        if isinstance(heard, FailedRound):
+            return heard
+        if heard:
+            self._follow(circle, heard, new=new)
         return None
 
-    def _transfer(self, state: SharedState, roster: Roster, *, receives: bool) -> None:
-        """Let those who are behind take the leader's state; the others have nothing to do with it."""
-        concerned = tuple(sorted({roster.leader, *roster.behind}))
-        if not roster.behind or self.worker not in concerned:
-            return
-        facts = {"rounds": self._rounds, "chain": self._chain}
-        with self._group.among(concerned, timeout_s=self._limit_s(roster)) as generation:
-            heard = transfer_state(state, generation, roster.leader, facts, receives=receives, new=self._new)
-        self._rounds, self._chain = heard["rounds"], heard["chain"]
+    def _follow(self, circle: Circle, heard: Sequence[Mapping[str, Any]], *, new: bool) -> None:
+        """Let the other circles follow one in which this worker has taken the leader's state."""
+        level = circle.scope.level
+        for larger, told in zip(self._circles[level + 1 :], heard[level + 1 :], strict=True):
+            larger.take(told)
+        for number in reversed(range(level)):
+            smaller, outer_rounds = self._circles[number], self._circles[number + 1].history.rounds
+            if new:
+                smaller.history.start_from(circle.roster, heard[number]["chain"], outer_rounds)
+            else:
+                smaller.history.move_along(circle.history.chain, outer_rounds)
 
     # ---- going together --------------------------------------------------------------------------------------------
 
     def agree(self, round: RoundId, exchange: Callable[[], Result]) -> Result | FailedRound:
-        roster = self._roster
-        try:
-            result = exchange()
-        except CadenzaError as error:
-            self._abort(round, roster)
-            own = isinstance(error, ContributionRefusedError) and self.worker in error.workers
-            return self._failed(str(error), roster, own_fault=own)
-        except BaseException:
-            self._abort(round, roster)
-            raise
-        limit_s = self._limit_s(roster)
-        try:
-            committed = self._connections[1].call(
-                lambda store: self._vote(store, round, roster).ready(lambda: bool(self._group.missing(roster))),
-                timeout_s=limit_s + 5,
-            )
-        except StoreLostError as error:
-            self.behind = True  # the others may have seen it pass
-            return FailedRound(f"the vote could not be ended: {error}")
-        return result if committed else self._failed("another worker failed, or did not come to the vote", roster)
+        return self._circles[round.level].agree(round, exchange)
 
-    def _vote(self, store: SignedStore, round: RoundId, roster: Roster) -> Vote:
-        limit_s, counts = self._limit_s(roster), self.worker == roster.leader
-        return Vote(store, f"round/{round}/vote", members=len(roster.members), timeout_s=limit_s, counts=counts)
-
-    def _abort(self, round: RoundId, roster: Roster) -> None:
-        with suppress(StoreLostError):
-            self._connections[1].call(lambda store: self._vote(store, round, roster).abort())
-
-    def _failed(self, reason: str, roster: Roster, *, own_fault: bool = False) -> FailedRound:
-        """Let the group go: after one failure it is of no use."""
-        self._group.part()
-        return FailedRound(reason, tuple(sorted(self._group.missing(roster))), own_fault)
-
-    def commit(self, round: RoundId, wire_s: float) -> None:
-        heartbeat = self.membership.heartbeat
-        self._rounds = max(self._rounds, self._roster.given_up) + 1
-        heartbeat.held, heartbeat.forgetful = max(heartbeat.held, self._rounds), False
-        self._chain = _link(self._chain, round, self._roster)
-        known = self._usual_s
-        self._usual_s = wire_s if known is None else _MEMORY * known + (1 - _MEMORY) * wire_s
+    def commit(self, round: RoundId, wire_s: float, shares: Sequence[float] = ()) -> None:
+        roster = self._circles[round.level].commit(round, wire_s, shares)
+        for number in reversed(range(round.level)):
+            self._circles[number].history.land_under(round, roster, self._circles[number + 1].history.rounds)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -333,28 +276,32 @@ class ElasticParticipants:
             time.sleep(self.membership.heartbeat.tick_s)
 
     def end(self, *, together: bool) -> None:
+        self._island.leave()
         if not together:
             text = "The last round failed; this worker ends with what was agreed on before it."
             _logger.warning("Worker %d: %s", self.worker, text)
             return
         with suppress(StoreLostError):  # workers that come after the end are told that it has come
-            self._connections[0].call(lambda store: store.set("finished", self._chain))
+            self._connections[0].call(lambda store: store.set("finished", self._outermost.history.chain))
 
     def close(self) -> None:
-        self._group.part()
+        self._part()
         self.membership.close()
         for connection in self._connections:
             connection.close()
 
-    def _limit_s(self, roster: Roster) -> float:
-        """Return after how long without progress a transfer has failed."""
-        patience = self.policy.patience
-        if self._usual_s is None:
-            return patience.first_s
-        usual_s = self._usual_s * (_STATE if roster.behind else 1)
-        return patience.grace_s + patience.factor * usual_s
+    def _part(self) -> None:
+        for circle in self._circles:
+            circle.part()
 
 
-def _link(chain: str, round: RoundId, roster: Roster) -> str:
-    """Return the hash chain after one more round."""
-    return hashlib.blake2b(f"{chain} {round} {roster.members}".encode(), digest_size=16).hexdigest()
+def _latest(rounds: Sequence[RoundId | None]) -> RoundId | None:
+    return max((round for round in rounds if round is not None), default=None)
+
+
+def _pack_rounds(rounds: Sequence[RoundId | None]) -> str:
+    return " ".join(str(round or "-") for round in rounds)
+
+
+def _unpack_rounds(text: str) -> list[RoundId | None]:
+    return [None if word == "-" else RoundId.parse(word) for word in text.split(" ")]

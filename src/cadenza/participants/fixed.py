@@ -61,8 +61,11 @@ class FixedParticipants:
             )
         return self._changing[mine]
 
-    def resume(self, held: int) -> None:
+    def resume(self, held: int, marks: Sequence[str]) -> None:
         """Nobody counts."""
+
+    def missed(self, round: RoundId) -> bool:
+        return False
 
     def start(self, state: SharedState) -> None:
         state.take_from_first(self.levels[-1].transport)
@@ -73,7 +76,9 @@ class FixedParticipants:
     def summons(self, step: int) -> RoundId | None:
         return None
 
-    def admit(self, round: RoundId, digest: str, *, settled: bool) -> Admission | FailedRound:
+    def admit(
+        self, round: RoundId, digest: str, *, settled: bool = False, last: bool = False
+    ) -> Admission | FailedRound:
         return Admission()
 
     def catch_up(self, state: SharedState) -> FailedRound | None:
@@ -82,7 +87,7 @@ class FixedParticipants:
     def agree(self, round: RoundId, exchange: Callable[[], Result]) -> Result | FailedRound:
         return exchange()
 
-    def commit(self, round: RoundId, wire_s: float) -> None:
+    def commit(self, round: RoundId, wire_s: float, shares: Sequence[float] = ()) -> None:
         """Nobody counts: a round that has landed here has landed everywhere, or training has ended."""
 
     def prepare_last_round(self) -> None:
@@ -131,6 +136,11 @@ def _across(outer: Level, inner: Level, inside: Transport, group: Group) -> list
 
 
 def _partition(groups: Groups, group: Group) -> Level:
+    if groups == "site":
+        raise TopologyError(
+            'groups="site" belongs to faults=shrink() or skip_round(), where cadenza.join(site=…) says who is where. '
+            'Under raise_error() use "host", a number of ranks, explicit groups, or attach(topology=…).'
+        )
     if groups == "host":
         return Topology.from_hosts(group.host_names()).levels[0]
     if isinstance(groups, int):

@@ -65,31 +65,41 @@ class Forming:
         missing: Callable[[], set[int]],
         reach: Callable[[set[int]], set[int]],
     ) -> None:
-        self._store, self._place, self._seat = store, place, seat
+        self._seat = seat
         self._missing, self._reach = missing, reach
+        self._addresses = GroupStore(store, f"{place}/group")
+        self._renew_at = 0.0
+        self._in_vain = False  # whether all addresses were there, and yet not all could be connected to
         members, counts = len(seat.members), seat.position == 0
         self._vote = Vote(store, f"{place}/connected", members=members, timeout_s=seat.timeout_s, counts=counts)
 
     def form(self) -> dist.ProcessGroup:
         """Return the group, which all members have then."""
         group = self._make()
-        if group is not None and self._vote.ready(lambda: bool(self._missing())):
+        if group is not None and self._vote.ready(self._somebody_died):
             set_timeout(group, self._seat.timeout_s)
             return group
         self._vote.abort()
         if gone := self._missing():
             raise TransportError(f"{name_workers(gone).capitalize()} died while the members connected.")
         unready = self._unready()
-        unreached = self._reach(unready) or (unready if group is None else set())
+        unreached = self._reach(unready) or (unready if self._in_vain else set())
         if unreached:
             raise UnreachedError(unreached)
         raise TransportError("Another worker could not connect to all members.")
 
+    def _somebody_died(self) -> bool:
+        """Tell whether a member is gone; meanwhile others may still look for this one's address."""
+        if time.monotonic() >= self._renew_at:
+            self._addresses.renew()
+            self._renew_at = time.monotonic() + _LOOK_S
+        return bool(self._missing())
+
     def _make(self) -> dist.ProcessGroup | None:
         """Return the group, or None as soon as there is no use in waiting for it."""
-        addresses = GroupStore(self._store, f"{self._place}/group")
+        addresses = self._addresses
         made: Future[dist.ProcessGroup] = Future()
-        threading.Thread(target=self._connect, args=(addresses, made), name="cadenza forming", daemon=True).start()
+        threading.Thread(target=self._connect, args=(made,), name="cadenza forming", daemon=True).start()
         asked, waited_s, seen_at = False, 0.0, time.monotonic()
         while True:
             try:
@@ -97,20 +107,23 @@ class Forming:
             except FutureTimeoutError:
                 pass
             except RuntimeError:  # Gloo's; whoever it cannot connect to is found out here
+                self._in_vain = not addresses.lacking
                 return None
+            died = self._somebody_died()
             now = time.monotonic()
             waited_s, seen_at = waited_s + min(now - seen_at, 2 * _LOOK_S), now  # not while this process stood still
-            hopeless = bool(self._missing()) or self._vote.decided or waited_s > FORMING_S
+            hopeless = died or self._vote.decided or waited_s > FORMING_S
             if not hopeless and not asked and waited_s > _DOUBT_S:
                 asked, hopeless = True, bool(self._reach(self._unready()))
             if hopeless:
+                self._in_vain = not addresses.lacking
                 addresses.leave()
                 return None
 
-    def _connect(self, addresses: GroupStore, made: Future[dist.ProcessGroup]) -> None:
+    def _connect(self, made: Future[dist.ProcessGroup]) -> None:
         members = len(self._seat.members)
         try:
-            made.set_result(make_gloo_group(addresses, self._seat.position, members, FORMING_S / 5))
+            made.set_result(make_gloo_group(self._addresses, self._seat.position, members, FORMING_S / 5))
         except BaseException as error:
             made.set_exception(error)
 

@@ -38,8 +38,8 @@ class Generation:
         self._group: dist.ProcessGroup | None = group
         self.members = seat.members
         self.position = seat.position
-        below = C10dTransport(group, seat)
-        self.transport: Transport = SignedTransport(below, signer, place) if signer.secret else below
+        self._below = C10dTransport(group, seat)
+        self.transport: Transport = SignedTransport(self._below, signer, place) if signer.secret else self._below
 
     @property
     def usable(self) -> bool:
@@ -48,26 +48,33 @@ class Generation:
 
     def set_timeout(self, seconds: float) -> None:
         """Let collectives that are started from now on fail after so long."""
-        assert self._group is not None
-        set_timeout(self._group, seconds)
+        set_timeout(self._open(), seconds)
+
+    def rest(self) -> None:
+        """Give back memory, while another generation is used."""
+        self._below.free_lanes()
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
         """Give a flat tensor the values that the member `source` has."""
-        assert self._group is not None
+        group = self._open()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.members.index(source), 0
         try:
-            self._group.broadcast([tensor], options).wait()
+            group.broadcast([tensor], options).wait()
         except RuntimeError as error:
             raise TransportError(f"A broadcast from worker {source} failed: {error}") from None
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:  # let go by another thread, as where this worker's replica has lost a rank
+            raise TransportError("The group was let go.")
+        return self._group
 
     def close(self) -> None:
         """Let the group go: its sockets close, once what is pending has failed."""
         if self._group is None:
             return
         self.transport.abandon()
-        held = [self._group]
-        self._group = None
+        held, self._group = [self._group], None
         gc.collect(1)  # what a failure has just left; a full collection takes tenths of a second beside torch
         if sys.getrefcount(held[0]) > _OUR_REFERENCES:
             gc.collect()

@@ -32,6 +32,9 @@ _LOOK_S = 0.002
 class GroupStore(dist.Store):
     """What Gloo asks of a store.
 
+    Attributes:
+        lacking: Whether somebody waits for an address that is not there.
+
     Args:
         below: Where the addresses are written.
         place: The key under which they are, which no other group has.
@@ -42,18 +45,28 @@ class GroupStore(dist.Store):
         self._below, self._place = below, place
         self._left = threading.Event()
         self._found: dict[str, bytes] = {}
+        self._mine: dict[str, str] = {}
+        self.lacking = False
 
     def leave(self) -> None:
         """Let whoever waits here fail at once."""
         self._left.set()
 
+    def renew(self) -> None:
+        """Write again what was written here, if somebody else has deleted it."""
+        for key, text in list(self._mine.items()):
+            if self._below.read(key) != text:
+                self._below.set(key, text)
+
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._below.set(f"{self._place}/{key}", data.hex())
+        self._mine[f"{self._place}/{key}"] = data.hex()
+        self.renew()
 
     def get(self, key: str) -> bytes:
         while key not in self._found:
             text = self._below.read(f"{self._place}/{key}")
+            self.lacking = text is None
             if text is not None:
                 self._found[key] = bytes.fromhex(text)
             elif self._left.wait(_LOOK_S):

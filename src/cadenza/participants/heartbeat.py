@@ -13,13 +13,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.beat import CLOCKS_S, Beat, Heard, beat_key
-from cadenza.participants.latest_round import Latest, LatestRound
 from cadenza.participants.liveness import LivenessSockets
-from cadenza.participants.round_id import RoundId
+from cadenza.participants.progress import Progress
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection
@@ -43,26 +42,35 @@ class Heartbeat:
     Attributes:
         incarnation: What tells this process from an earlier or later one in the same place.
         connected: Whether the store answers.
-        latest: The latest round that anyone has come to, as of the last beat.
-        held: How many rounds were held, as far as is known.
-        forgetful: Whether the store was found to have forgotten how far the job has come.
         replaced: Whether another process has taken this worker's place.
         losses: How often the store was lost: connections made before are of no use.
         eager: Whether the next round is to be known at once, not only at the next beat.
         waiting: Whether this worker waits for others from whom it can take a state; they hear of it.
         preparing: Whether this worker cannot come to a round yet; they hear of it, and do not wait.
+        site: Where this worker is; they hear of it.
+        withheld: Says whether this worker does not beat now, as if it were stopped.
+
+    Args:
+        incarnation: That of the rank that beats for this one's replica, where this one only listens.
     """
 
     def __init__(
-        self, connection: StoreConnection, worker: int, signer: Signer, *, lease_s: float, preparing: bool = False
+        self,
+        connection: StoreConnection,
+        worker: int,
+        signer: Signer,
+        *,
+        lease_s: float,
+        preparing: bool = False,
+        incarnation: str | None = None,
     ) -> None:
         self.worker = worker
         self._signer = signer
-        self.incarnation = secrets.token_hex(8)
+        self._listens = incarnation is not None
+        self.incarnation = incarnation or secrets.token_hex(8)
+        self.withheld: Callable[[], bool] = lambda: False
         self.connected = False
-        self.latest: RoundId | None = None
-        self.held = 0
-        self.forgetful = False
+        self.site = ""
         self.replaced = False
         self.losses = 0
         self.eager = False
@@ -71,9 +79,9 @@ class Heartbeat:
         self.waiting, self.preparing = False, preparing
         self._heard: dict[int, Heard] = {}
         self._prepared: dict[int, str] = {}  # which processes have been in a round
-        self._index, self._latest = WorkerIndex(signer), LatestRound(signer)
+        self._index = WorkerIndex(signer)
+        self._progress = {"": Progress(signer)}
         self._signed_on = False
-        self._stood = 0  # rounds held, as they were seen to stand in the store
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._seen_at = self._heard_at = time.monotonic()
@@ -99,6 +107,15 @@ class Heartbeat:
         """Return the workers that have ever signed on, as of the last beat."""
         with self._lock:
             return set(self._heard) | {self.worker}
+
+    def sites(self) -> dict[int, str]:
+        """Return where each worker is that has ever signed on, as of the last beat."""
+        with self._lock:
+            return {worker: heard.last.site for worker, heard in self._heard.items()} | {self.worker: self.site}
+
+    def progress(self, place: str = "") -> Progress:
+        """Return how far the rounds of a circle have come, by its place in the store; it is followed from now on."""
+        return self._progress.setdefault(place, Progress(self._signer, place))
 
     def silent(self) -> set[int]:
         """Return those of which it is known that they do not beat any more."""
@@ -156,29 +173,30 @@ class Heartbeat:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout=self.tick_s)
-        if self.connected and not self.replaced:
+        if self.connected and not self.replaced and not self._listens:
             with contextlib.suppress(StoreLostError):
                 self._connection.call(self._sign_off, timeout_s=1)
         self._connection.close()
         if self._life is not None:
             self._life.close()
 
+    def give_up(self) -> None:
+        """Sign off because this worker has failed: all others know at once."""
+        if self._life is not None:
+            self._life.close()
+        self.close()
+
     def _sign_off(self, store: SignedStore) -> None:
         store.set(beat_key(self.worker), self._mine.next(state="gone").pack())
-        if self.latest is not None:
-            self._latest.raise_to(store, Latest(self.latest, self.held))
+        self._follow(store, Progress.keep)
 
     def glance(self) -> None:
         """See which round is the latest."""
-        self.note(self._connection.call(self._latest.read))
+        self._connection.call(lambda store: self._follow(store, Progress.look))
 
-    def note(self, latest: Latest | None) -> None:
-        """Know of what stands in the store; more may be known already."""
-        self.forgetful = self.forgetful or self._stood > (latest.held if latest is not None else 0)
-        if latest is not None:
-            self.latest = latest.round if self.latest is None else max(self.latest, latest.round)
-            self._stood = latest.held
-            self.held = max(self.held, latest.held)
+    def _follow(self, store: SignedStore, how: Callable[[Progress, SignedStore], None]) -> None:
+        for progress in list(self._progress.values()):
+            how(progress, store)
 
     def _is_silent(self, heard: Heard) -> bool:
         return heard.silent_s > self._lease_s or heard.doubt > 0 or heard.left
@@ -238,15 +256,14 @@ class Heartbeat:
 
     def _exchange(self, store: SignedStore, *, hears: bool) -> dict[int, Beat]:
         """Beat, and return the others' beats if they are to be heard now."""
-        self._beat(store)
+        if not self.withheld():
+            self._beat(store)
         if not self._signed_on:
             store.has_strangers()
         with self._lock:
             forgotten = {w for w, heard in self._heard.items() if heard.silent_s > _FORGET_S}
             alive = {w for w, heard in self._heard.items() if not self._is_silent(heard)}
-        self.note(self._latest.read(store))
-        if self.latest is not None:
-            self.note(self._latest.raise_to(store, Latest(self.latest, self.held)))
+        self._follow(store, Progress.keep)
         if not hears:
             return {}
         others = self._index.update(store, alive | {self.worker}, forgotten) - {self.worker}
@@ -259,12 +276,15 @@ class Heartbeat:
     def _beat(self, store: SignedStore) -> None:
         """Write this worker's entry, unless a later process has written there."""
         standing = self._understood(store.read(beat_key(self.worker)))
+        if self._listens:
+            self.replaced = standing is not None and standing.incarnation != self.incarnation
+            return
         if standing is not None and standing.incarnation != self.incarnation and standing.started >= self._mine.started:
             if self._mine.number:
                 self.replaced = True
                 return
             self._mine = Beat(self.worker, self.incarnation, standing.started + 1, address=self._mine.address)
-        self._mine = self._mine.next(waiting=self.waiting, preparing=self.preparing)
+        self._mine = self._mine.next(waiting=self.waiting, preparing=self.preparing, site=self.site)
         store.set(beat_key(self.worker), self._mine.pack())
 
     def _understood(self, text: str | None) -> Beat | None:

@@ -23,13 +23,13 @@ class Latecomer:
     def __init__(self, membership: Membership, patience: Patience, connection: StoreConnection) -> None:
         self._membership, self._patience, self._connection = membership, patience, connection
 
-    def await_round(self, summons: Callable[[], RoundId | None], *, after: RoundId | None) -> RoundId:
-        """Wait until the others hold a round, later than the one before, and return it."""
+    def await_round(self, summons: Callable[[], RoundId | None]) -> RoundId:
+        """Wait until the others hold a round, and return it."""
         heartbeat, worker, patience_s = self._membership.heartbeat, self._membership.worker, self._patience.first_s
         alone_since = known_since = look_at = time.monotonic()
         while True:
             call = summons()
-            if call is not None and (after is None or call > after):
+            if call is not None:
                 heartbeat.waiting = False
                 return call
             time.sleep(_LOOK_S)

@@ -18,7 +18,6 @@ from cadenza.participants.signing import Signer
 
 __all__ = ["Latest", "LatestRound"]
 
-_KEY = "latest"
 _AGAIN_S = CLOCKS_S / 10  # an entry of this age is written again
 _ATTEMPTS = 20
 
@@ -41,7 +40,7 @@ class Latest:
         """Return the further of both.
 
         >>> Latest(RoundId(20), held=1).with_(Latest(RoundId(10), held=2))
-        Latest(round=RoundId(step=20, phase=0, fragment=0), held=2, at=0.0)
+        Latest(round=RoundId(step=20, phase=0, fragment=0, level=0), held=2, at=0.0)
         """
         if other is None:
             return self
@@ -59,32 +58,36 @@ class Latest:
 
 
 class LatestRound:
-    """Reads and writes how far a job has come.
+    """Reads and writes how far a job has come, or one of its circles.
 
     >>> import torch.distributed as dist
     >>> signer = Signer("job", secret="word")
     >>> store, latest = SignedStore(dist.HashStore(), signer), LatestRound(signer)
     >>> latest.raise_to(store, Latest(RoundId(20), held=2)).round, latest.raise_to(store, Latest(RoundId(10))).held
-    (RoundId(step=20, phase=0, fragment=0), 2)
+    (RoundId(step=20, phase=0, fragment=0, level=0), 2)
+
+    Args:
+        signer: The job's signer.
+        place: What the circle's keys begin with.
     """
 
-    def __init__(self, signer: Signer) -> None:
-        self._signer = signer
+    def __init__(self, signer: Signer, place: str = "") -> None:
+        self._signer, self._key = signer, f"{place}latest"
 
     def read(self, store: SignedStore) -> Latest | None:
         """Return what stands in the store, if anything does."""
-        return self._understood(store.read(_KEY))
+        return self._understood(store.read(self._key))
 
     def raise_to(self, store: SignedStore, mine: Latest) -> Latest:
         """Write how far the job has come, as far as it is known here or in the store; return what stands there then."""
         for _ in range(_ATTEMPTS):
-            text = store.read(_KEY)
+            text = store.read(self._key)
             entry = self._understood(text)
             now = time.time()
             wanted = replace(mine.with_(entry), at=now)
             if entry is not None and replace(wanted, at=entry.at) == entry and abs(now - entry.at) < _AGAIN_S:
                 return entry
-            if store.compare_set(_KEY, text or "", wanted.pack()) == wanted.pack().encode():
+            if store.compare_set(self._key, text or "", wanted.pack()) == wanted.pack().encode():
                 return wanted
         raise StoreLostError("somebody else writes the latest round all the time")
 

@@ -14,16 +14,26 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from cadenza.errors import NotInitializedError, StoreLostError
+from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.heartbeat import Heartbeat
+from cadenza.participants.island import Island, meet_mates
 from cadenza.participants.signing import Signer
+from cadenza.participants.sites import as_site
 from cadenza.participants.store import StoreConnection
 
-__all__ = ["ACCEPT_ROLLBACK", "Membership", "join"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ACCEPT_ROLLBACK", "SITE", "Membership", "join"]
 
 ACCEPT_ROLLBACK = "CADENZA_ACCEPT_ROLLBACK"
+SITE = "CADENZA_SITE"
 
 _AGAIN_S = 0.1  # between two attempts to reach a store
 
@@ -35,7 +45,9 @@ class Membership:
         worker: This worker's number.
         workers: How many are expected at the start.
         job: What tells this job from others that use the store.
+        site: Where this worker is, as it was given.
         accepts_rollback: Whether rounds that nobody who is left has seen may be given up.
+        island: The ranks that are this worker: one, or those of a replica.
     """
 
     def __init__(
@@ -50,18 +62,34 @@ class Membership:
         wait_s: float,
         preparing: bool = False,
         accepts_rollback: bool = False,
+        site: str = "",
+        island: Island | None = None,
     ) -> None:
-        self.accepts_rollback = accepts_rollback
+        self.accepts_rollback, self.site = accepts_rollback, site
         self.worker, self.workers, self.job = worker, workers, job
         self.signer = Signer(job, secret=secret)
         self._address = address
         self._who = f"{worker} {secrets.token_hex(8)}"
-        self.heartbeat = Heartbeat(self.connection(), worker, self.signer, lease_s=lease_s, preparing=preparing)
+        self.island = island or Island()
+        start = partial(self._start, lease_s=lease_s, wait_s=wait_s, preparing=preparing)
+        beats = self.island.rank == 0
+        incarnation = self.island.loop.tell(lambda: start(incarnation=None))
+        if not beats:
+            start(incarnation=incarnation)
+        self.heartbeat.withheld = lambda: self.island.stopped
+        self.island.on_break(self.heartbeat.give_up)
+
+    def _start(self, *, incarnation: str | None, lease_s: float, wait_s: float, preparing: bool) -> str:
+        """Begin to beat, or, with an incarnation, to listen; return the incarnation."""
+        self.heartbeat = Heartbeat(
+            self.connection(), self.worker, self.signer, lease_s=lease_s, preparing=preparing, incarnation=incarnation
+        )
+        self.heartbeat.site = self.site
         deadline = time.monotonic() + wait_s
         while True:
             try:
                 self.heartbeat.start()
-                return
+                return self.heartbeat.incarnation
             except StoreLostError as error:
                 if time.monotonic() >= deadline:
                     self.heartbeat.close()
@@ -76,6 +104,7 @@ class Membership:
     def close(self) -> None:
         """Sign off: the others do not wait for this worker any more."""
         self.heartbeat.close()
+        self.island.close()
 
 
 def join(
@@ -83,19 +112,25 @@ def join(
     *,
     worker: int | None = None,
     workers: int | None = None,
+    replica: dist.ProcessGroup | DeviceMesh | None = None,
     job: str | None = None,
     secret: str | None = None,
     lease_s: float = 1.0,
     wait_s: float = 30.0,
     preparing: bool = False,
     accept_rollback: bool | None = None,
+    site: str | Sequence[str] | None = None,
 ) -> Membership:
     """Sign on as a worker of a job whose rounds may fail; pass the result to `attach`.
 
     Args:
         address: The store's "host:port"; by default that of ``CADENZA_STORE``.
-        worker: This worker's number, its own among all that may ever train together; by default ``RANK``.
-        workers: How many start together; by default ``WORLD_SIZE``. Others may join later under other numbers.
+        worker: This worker's number, its own among all that may ever train together; by default ``CADENZA_WORKER``, or
+            else ``RANK``. With `replica`, that of the whole replica.
+        workers: How many start together; by default ``CADENZA_WORKERS``, or else ``WORLD_SIZE``. Others may join later
+            under other numbers.
+        replica: The ranks that hold one copy of the model together, by DDP or FSDP2: their process group, or a
+            DeviceMesh of one dimension. All of them call this, with the same arguments. None: this process alone.
         job: The job's name, if several use one store; by default ``CADENZA_JOB``.
         secret: A word that only this job's workers know; by default ``CADENZA_SECRET``. Without it, anyone may join.
         lease_s: After so long without a heart-beat a worker counts as gone.
@@ -103,6 +138,9 @@ def join(
         preparing: Whether it will take a while until `attach`: until then no round of the others waits for this worker.
         accept_rollback: Whether to go on from an older state if all that have seen the last rounds are gone, instead of
             waiting for them; one worker is enough. By default ``CADENZA_ACCEPT_ROLLBACK`` ("1").
+        site: Where this worker is, for strategies of several levels: workers of one site hold the inner rounds
+            together. With more than two levels a path from the largest place to the smallest, such as "eu/rack3". By
+            default ``CADENZA_SITE``.
 
     >>> join("nowhere", worker=0, workers=1)
     Traceback (most recent call last):
@@ -110,26 +148,38 @@ def join(
     ValueError: The address of a store is "host:port", such as "10.0.0.1:29400"; got 'nowhere'.
     """
     known = os.environ
+    address = address or _told(known, "address", "CADENZA_STORE")
+    # In a replica torch's numbers count its ranks, not the workers.
+    alone = replica is None
+    number: int | str = _told(known, "worker", "CADENZA_WORKER", *["RANK"] * alone) if worker is None else worker
+    count: int | str = (
+        _told(known, "workers", "CADENZA_WORKERS", *["WORLD_SIZE"] * alone) if workers is None else workers
+    )
+    lease_s = _lease(lease_s)
+    host, _ = parse_address(address)
     return Membership(
-        address or _told(known, "CADENZA_STORE", "address"),
-        _number("worker", _told(known, "RANK", "worker") if worker is None else worker, 0),
-        _number("workers", _told(known, "WORLD_SIZE", "workers") if workers is None else workers, 1),
+        address,
+        _number("worker", number, 0),
+        _number("workers", count, 1),
         job=job or known.get("CADENZA_JOB", "job"),
         secret=secret if secret is not None else known.get("CADENZA_SECRET"),
-        lease_s=_lease(lease_s),
+        lease_s=lease_s,
         wait_s=wait_s,
         preparing=preparing,
         accepts_rollback=known.get(ACCEPT_ROLLBACK) == "1" if accept_rollback is None else accept_rollback,
+        island=None if replica is None else meet_mates(replica, host=local_end(host), lease_s=lease_s),
+        site=_site(known.get(SITE) if site is None else site),
     )
 
 
-def _told(environment: Mapping[str, str], name: str, argument: str) -> str:
-    if name not in environment:
+def _told(environment: Mapping[str, str], argument: str, *names: str) -> str:
+    found = next((environment[name] for name in names if name in environment), None)
+    if found is None:
         raise NotInitializedError(
             f"Under skip_round and shrink, workers meet in a store that outlives them, and {argument} is not known: "
-            f"set {name}, or pass membership=cadenza.join({argument}=…) to attach()."
+            f"set {' or '.join(names)}, or pass membership=cadenza.join({argument}=…) to attach()."
         )
-    return environment[name]
+    return found
 
 
 def _number(name: str, value: int | str, least: int) -> int:
@@ -137,6 +187,10 @@ def _number(name: str, value: int | str, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} is a whole number of at least {least}; got {value!r}.")
     return number
+
+
+def _site(given: str | Sequence[str] | None) -> str:
+    return as_site(given) if given else ""
 
 
 def _lease(seconds: float) -> float:

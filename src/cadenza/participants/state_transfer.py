@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,17 +16,26 @@ from cadenza.common.checksums import checksum
 from cadenza.errors import DisagreementError
 from cadenza.participants.base import SharedState
 from cadenza.participants.generation import Generation
+from cadenza.transports import Transport
 
-__all__ = ["transfer_state"]
+__all__ = ["check_received", "gather_parts", "transfer_state"]
+
+Part: TypeAlias = tuple[int, int]
 
 _LONGEST = 64 << 20  # bytes of JSON; more than a million fragments have
 
 
 @torch.no_grad()
 def transfer_state(
-    state: SharedState, generation: Generation, leader: int, facts: Mapping[str, Any], *, receives: bool, new: bool
-) -> dict[str, Any]:
-    """Give the leader's state to the other members of a group; return the leader's facts.
+    state: SharedState,
+    generation: Generation,
+    leader: int,
+    facts: Mapping[str, Any],
+    *,
+    receives: bool,
+    part: Part = (0, 1),
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Give the leader's state to the other members of a group; return the leader's facts and the tensors.
 
     Args:
         state: This worker's state.
@@ -34,7 +43,7 @@ def transfer_state(
         leader: Who gives.
         facts: What the leader tells beside the state.
         receives: Whether this worker receives.
-        new: Whether it has done nothing yet that is worth keeping.
+        part: Which of how many parts of every tensor this rank gives or takes; its mates have the others.
     """
     tensors = state.shared_tensors()
     told = {
@@ -49,14 +58,31 @@ def transfer_state(
     found = {}
     for name, tensor in tensors.items():
         memory = tensor.detach().to("cpu", copy=receives).contiguous()
-        generation.broadcast(memory.reshape(-1).view(torch.uint8), source=leader)
+        mine = _cut(memory, *part)
+        if mine.numel():
+            generation.broadcast(mine, source=leader)
         found[name] = memory
-    if not receives:
-        return heard
-    if damaged := [name for name, tensor in found.items() if checksum(tensor) != heard["sums"][name]]:
+    return heard, found
+
+
+def gather_parts(tensors: Mapping[str, torch.Tensor], inside: Transport) -> None:
+    """Give every rank of a replica the parts of tensors that its mates have received."""
+    ranks = len(inside.members)
+    for tensor in tensors.values():
+        for rank in range(ranks):
+            inside.broadcast(_cut(tensor, rank, ranks), rank)
+
+
+def check_received(heard: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise if a tensor is not what the leader has told of it."""
+    if damaged := [name for name, tensor in tensors.items() if checksum(tensor) != heard["sums"][name]]:
         raise DisagreementError(f"The state of the others arrived damaged: {damaged[0]}.")
-    state.adopt(heard["state"], found, new=new)
-    return heard
+
+
+def _cut(tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    """Return one of so many parts of a tensor's bytes."""
+    data = tensor.reshape(-1).view(torch.uint8)
+    return data[data.numel() * part // parts : data.numel() * (part + 1) // parts]
 
 
 def _broadcast_json(generation: Generation, leader: int, told: Mapping[str, Any]) -> dict[str, Any]:

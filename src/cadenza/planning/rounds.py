@@ -76,7 +76,7 @@ def group_size(plan: LevelPlan, cluster: Cluster) -> int:
         return min(plan.groups, cluster.workers)
     if isinstance(plan.groups, tuple):
         return max(len(group) for group in plan.groups)
-    if plan.groups == "host":
+    if plan.groups in ("host", "site"):
         return min(cluster.host_workers, cluster.workers)
     return cluster.workers if plan.groups == "all" else min(2, cluster.workers)  # pairs
 

@@ -16,7 +16,7 @@ from cadenza.topology import Level, RoundTopology
 
 __all__ = ["Groups", "LevelPlan", "as_codec", "as_schedule"]
 
-Groups = Literal["all", "host"] | int | tuple[tuple[int, ...], ...] | RoundTopology
+Groups = Literal["all", "host", "site"] | int | tuple[tuple[int, ...], ...] | RoundTopology
 
 
 def as_schedule(period: Any) -> Schedule:
@@ -51,7 +51,8 @@ class LevelPlan:
     Args:
         schedule: When; a number means that many steps, "auto" the schedule that measures and decides itself.
         groups: With whom: "all", the ranks of one "host", a number for runs of that many ranks, explicit groups, or a
-            `RoundTopology` that cuts the ranks anew for every round.
+            `RoundTopology` that cuts the ranks anew for every round. Where workers come and go, those of one "site"
+            (`cadenza.join`).
         codec: How differences are written on the wire; "auto" is `cadenza.codecs.auto()`.
         outer: What becomes of the mean.
         name: What the level is called in reports; "level 0" and so on without one.
@@ -108,9 +109,9 @@ class LevelPlan:
         sized = isinstance(self.groups, int) and not isinstance(self.groups, bool) and self.groups >= 1
         given: object = self.groups
         made = not isinstance(given, type) and callable(getattr(given, "groups", None))
-        if not sized and not made and self.groups not in ("all", "host"):
+        if not sized and not made and self.groups not in ("all", "host", "site"):
             raise ValueError(
-                'groups is "all", "host", a number of ranks, a tuple of tuples of ranks or a '
+                'groups is "all", "host", "site", a number of ranks, a tuple of tuples of ranks or a '
                 f"cadenza.topology.RoundTopology; got {self.groups!r}."
             )
 

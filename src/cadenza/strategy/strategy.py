@@ -29,8 +29,8 @@ class Strategy:
         delay: How many steps training goes on between the launch of a round and its landing, at levels that do not say.
         alpha: How much of the local value is kept when the outer update's result lands (0: none).
         buffers: Which buffers are averaged, with counters taken from the maximum: by default the running statistics
-            of BatchNorm and its like, where rounds are not given up after a fault; all that are floating-point (True),
-            where rounds do not land late either; or none (False).
+            of BatchNorm and its like; all that are floating-point (True), where rounds do not land late; or none
+            (False).
         optimizer_state: Whether the inner optimizer's state is left, averaged or reset when a round lands; or
             `cadenza.schedules.moments(…)`, which averages its entries at steps of their own.
         weight: How much a worker counts: all alike, by the samples given to `step`, what a function says, or a piece of
@@ -268,20 +268,25 @@ class Strategy:
         if not self.faults.tolerant:
             return
         reasons = {
-            "several levels": (
-                len(self.levels) > 1 or self.levels[0].groups != "all",
-                "their groups would have to be cut anew whenever a worker comes or goes",
-            ),
-            "a warm-up": (
-                self.warmup_steps > 0,
-                "gradients are averaged in every step there, and one missing worker would stop all others",
+            "groups of fixed ranks": (
+                self.levels[-1].groups != "all" or any(p.groups not in ("host", "site") for p in self.levels[:-1]),
+                'workers that come and go are not numbered in a row, so levels are for one "site" or "host" each '
+                '(cadenza.join(site=…)), and the outermost for "all"',
             ),
             "anchors that differ": (any(p.outer.diverges for p in self.levels), "who comes takes one that all share"),
-            "average_gradients": (self.average_gradients, "one missing worker would stop all others in every step"),
-            "balanced": (self.balanced, "the workers' clocks differ, so nobody could tell who is late"),
-            "averaged buffers or optimizer state": (
-                self.buffers is True or self.optimizer_state not in ("leave", "reset"),
-                "they are averaged in place, and a failed round must change nothing",
+            "average_gradients": (
+                self.average_gradients,
+                "who comes takes the anchor, and between two rounds the one replica has moved on from it; a warm-up, "
+                "in which the anchor goes along, does average gradients",
+            ),
+            "balanced": (
+                self.balanced,
+                "a round is known by its step, and each worker would come to it at another one, so nobody could tell "
+                'who is late; weight="samples" lets those count more who do more',
+            ),
+            "moments at periods of their own": (
+                not isinstance(self.optimizer_state, str),
+                'they would need rounds of their own; optimizer_state="average" averages all of them in every round',
             ),
         }
         for what, (asked, why) in reasons.items():

@@ -135,6 +135,19 @@ def average(workers: Workers, members: Sequence[int] | None = None) -> None:
             copy.copy_(value)
 
 
+def _in_periods(workers: Workers, steps: int, period: int, come_together: Callable[[], None]) -> History:
+    """Train, and come together after every `period` steps and at the end."""
+    history = []
+    for n in range(1, steps + 1):
+        workers.local_step(n)
+        if n % period == 0:
+            come_together()
+        history.append(workers.snapshot())
+    if steps % period:
+        come_together()
+    return [*history, workers.snapshot()]
+
+
 def local_sgd(workers: Workers, steps: int, *, period: int) -> History:
     """Average the parameters every `period` steps."""
     return post_local_sgd(workers, steps, period=period, warmup_steps=0)
@@ -195,7 +208,6 @@ def late_local_sgd(workers: Workers, steps: int, *, period: int, delay: int) -> 
 
 def slowmo(workers: Workers, steps: int, *, period: int, alpha: float, beta: float, lr: float) -> History:
     """M ← β·m + (anchor − mean)/lr; anchor ← anchor − α·lr·m. The inner momentum starts anew."""
-    history = []
     anchor = workers.snapshot()[0]
     momentum = torch.zeros_like(anchor)
 
@@ -209,14 +221,7 @@ def slowmo(workers: Workers, steps: int, *, period: int, alpha: float, beta: flo
                 if "momentum_buffer" in state:
                     state["momentum_buffer"].zero_()
 
-    for n in range(1, steps + 1):
-        workers.local_step(n)
-        if n % period == 0:
-            come_together()
-        history.append(workers.snapshot())
-    if steps % period:
-        come_together()
-    return [*history, workers.snapshot()]
+    return _in_periods(workers, steps, period, come_together)
 
 
 class Nesterov:
@@ -307,7 +312,6 @@ def sparse_loco(
     of_senders: bool = True,
 ) -> History:
     """Top-k of (difference + what was not sent before); the union is averaged; an outer step of plain SGD."""
-    history = []
     anchor = workers.snapshot()[0]
     left = [torch.zeros_like(anchor) for _ in range(len(workers))]
 
@@ -321,21 +325,13 @@ def sparse_loco(
         for tensors in workers.parameters:
             unflatten(anchor, tensors)
 
-    for n in range(1, steps + 1):
-        workers.local_step(n)
-        if n % period == 0:
-            come_together()
-        history.append(workers.snapshot())
-    if steps % period:
-        come_together()
-    return [*history, workers.snapshot()]
+    return _in_periods(workers, steps, period, come_together)
 
 
 def compressed_diloco(
     workers: Workers, steps: int, *, period: int, codec: Codec, lr: float = 0.7, momentum: float = 0.9
 ) -> History:
     """DiLoCo whose differences are encoded, reduced by their owners and encoded once more, with error feedback."""
-    history = []
     anchor = flat_in_blocks(workers.parameters[0], codec.block)
     outer = Nesterov([anchor], lr, momentum)
     reduction = EncodedMean(codec, len(workers), anchor.numel(), anchor.device)
@@ -346,11 +342,4 @@ def compressed_diloco(
         for tensors in workers.parameters:
             out_of_blocks(anchor, tensors, codec.block)
 
-    for n in range(1, steps + 1):
-        workers.local_step(n)
-        if n % period == 0:
-            come_together()
-        history.append(workers.snapshot())
-    if steps % period:
-        come_together()
-    return [*history, workers.snapshot()]
+    return _in_periods(workers, steps, period, come_together)

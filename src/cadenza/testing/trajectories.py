@@ -68,27 +68,27 @@ PRESETS: dict[str, tuple[Strategy, Reference, bool]] = {
         False,
     ),
     "diloco": (
-        cadenza.diloco(4),
+        cadenza.diloco(4, defaults="paper"),
         lambda w: references.diloco(w, STEPS, period=4),
         True,
     ),
     "diloco in fragments": (
-        cadenza.diloco(4, fragments=cadenza.by_layers(2)),
+        cadenza.diloco(4, defaults="paper", fragments=cadenza.by_layers(2)),
         lambda w: references.streaming_diloco(w, STEPS, period=4, lr=0.7, fragments=FRAGMENTS),
         True,
     ),
     "late diloco": (
-        cadenza.diloco(4, delay=2),
+        cadenza.diloco(4, defaults="paper", delay=2),
         lambda w: references.streaming_diloco(w, STEPS, period=4, lr=0.7, fragments=[list(range(6))], delay=2),
         True,
     ),
     "streaming_diloco": (
-        cadenza.streaming_diloco(6, layers=2, delay=2, alpha=0.3, codec=codecs.fp32()),
+        cadenza.streaming_diloco(6, defaults="paper", layers=2, delay=2, alpha=0.3, codec=codecs.fp32()),
         lambda w: references.streaming_diloco(w, STEPS, period=6, lr=0.4, fragments=FRAGMENTS, delay=2, alpha=0.3),
         False,
     ),
     "streaming_diloco with three in flight": (
-        cadenza.streaming_diloco(6, layers=1, delay=5, alpha=0.5, codec=codecs.fp32()),
+        cadenza.streaming_diloco(6, defaults="paper", layers=1, delay=5, alpha=0.5, codec=codecs.fp32()),
         lambda w: references.streaming_diloco(
             w, STEPS, period=6, lr=0.4, fragments=[[0, 1], [2, 3], [4, 5]], delay=5, alpha=0.5
         ),
@@ -110,19 +110,19 @@ PRESETS: dict[str, tuple[Strategy, Reference, bool]] = {
         False,
     ),
     "int8 diloco": (
-        cadenza.diloco(4, codec=codecs.int8(block=16)),
+        cadenza.diloco(4, defaults="paper", codec=codecs.int8(block=16)),
         lambda w: references.compressed_diloco(w, STEPS, period=4, codec=codecs.int8(block=16)),
         False,
     ),
     "e3m0 diloco back in int8": (
-        cadenza.diloco(4, codec=codecs.e3m0(block=16, back=codecs.int8(block=16))),
+        cadenza.diloco(4, defaults="paper", codec=codecs.e3m0(block=16, back=codecs.int8(block=16))),
         lambda w: references.compressed_diloco(
             w, STEPS, period=4, codec=codecs.e3m0(block=16, back=codecs.int8(block=16))
         ),
         False,
     ),
     "e3m0 diloco with error feedback": (
-        cadenza.diloco(4, codec=codecs.error_feedback(codecs.e3m0(block=16), decay=0.9)),
+        cadenza.diloco(4, defaults="paper", codec=codecs.error_feedback(codecs.e3m0(block=16), decay=0.9)),
         lambda w: references.compressed_diloco(
             w, STEPS, period=4, codec=codecs.error_feedback(codecs.e3m0(block=16), decay=0.9)
         ),

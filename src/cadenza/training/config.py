@@ -78,7 +78,7 @@ class StrategySettings(Settings):
     """When workers average and what they send: a strategy's name, its codec, and the preset's own arguments.
 
     >>> StrategySettings(name="diloco", period=16).complete()
-    {'name': 'diloco', 'codec': '', 'period': 16, 'outer_lr': 0.7, 'outer_momentum': 0.9}
+    {'name': 'diloco', 'codec': '', 'period': 16, 'defaults': 'measured'}
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)

@@ -29,7 +29,7 @@ from cadenza.training.gpt import GPT, Shape
 from cadenza.training.randomness import seed_of
 from cadenza.training.task import Task
 
-__all__ = ["Corpus", "Options", "Windows", "build", "held_out_loss", "rate_at"]
+__all__ = ["Corpus", "Options", "Windows", "build", "held_out_loss", "library_files", "rate_at"]
 
 
 class Options(Settings):
@@ -88,6 +88,13 @@ def build(config: Config) -> Task:
     )
 
 
+def library_files() -> list[Path]:
+    """Return the sources of the interpreter's own library, without its tests; every tenth is held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    return [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Bytes to train on and bytes to be judged by, from different files."""
@@ -99,10 +106,7 @@ class Corpus:
     @cache
     def standard_library(cls) -> Corpus:
         """Read the interpreter's own library, without its tests."""
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
-        texts = [path.read_bytes() for path in files]
+        texts = [path.read_bytes() for path in library_files()]
         return cls(
             training=_tensor(b"\n".join(text for i, text in enumerate(texts) if i % 10)),
             held_out=_tensor(b"\n".join(text for i, text in enumerate(texts) if i % 10 == 0)),

@@ -74,6 +74,7 @@ KEYS = {
     "buffers": 'Which buffers are averaged: "statistics" (BatchNorm\'s and the like), true for all, false for none.',
     "clip": "The largest norm of the mean difference; any without it.",
     "decay": "How much of what was not sent is kept for the next round.",
+    "defaults": 'Outer values that are not given: "measured", which suit the period, or the "paper"\'s.',
     "delay": "Steps from a round's launch to its landing, in which training goes on.",
     "density": "The share of the values that is sent.",
     "layers": "Layers that are sent together, as one fragment.",
@@ -83,8 +84,8 @@ KEYS = {
     "momentum_period": "Steps between the averages of Adam's first moment; 3 periods without it.",
     "offload": "Whether anchors and outer state are in the CPU's memory.",
     "optimizer_state": 'What a round does with the inner optimizer\'s state: "leave", "average" or "reset" it.',
-    "outer_lr": "The outer step's learning rate.",
-    "outer_momentum": "The outer step's Nesterov momentum.",
+    "outer_lr": "The outer step's learning rate; what suits the period without it.",
+    "outer_momentum": "The outer step's Nesterov momentum; what suits the period without it.",
     "period": 'Steps from one round to the next: a number, "auto", or a table of periods by the step they hold from.',
     "variance_period": "Steps between the averages of Adam's second moment; 6 periods without it.",
     "warmup_steps": "Steps at the beginning in which gradients are averaged.",
@@ -120,10 +121,12 @@ def keys_of(name: str) -> tuple[str, ...]:
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """Return a preset's own values, those that TOML can hold.
+    """Return a preset's own values, those that TOML can hold; what suits other values is left to the preset.
 
     >>> defaults_of("slowmo")
     {'period': 12, 'alpha': 1.0, 'beta': 0.6}
+    >>> defaults_of("diloco")
+    {'period': 500, 'defaults': 'measured'}
     """
     if name == "ddp":
         return {}
@@ -171,8 +174,9 @@ eager_diloco, edit, muloco.
     if name == "ddp":
         if faults is not None:
             raise UsageError(
-                f'faults.policy = "{_policy(faults)}" does not go with strategy.name = "ddp": gradients are averaged '
-                "in every step, and one missing worker would stop all others. Choose another strategy, or raise_error."
+                f'faults.policy = "{_policy(faults)}" does not go with strategy.name = "ddp", whose process group '
+                "ends with its first dead rank. Choose another strategy (in its warm-up, post_local_sgd averages the "
+                "gradients of those who are there), or raise_error."
             )
         return presets.local_sgd(period=1, warmup_steps=ALWAYS, measure_drift=False)
     arguments = {key: _value(key, value) for key, value in given.items()}

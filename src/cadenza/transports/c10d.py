@@ -119,6 +119,10 @@ class C10dTransport:
         self._abandoned = True
         self._lanes.clear()
 
+    def free_lanes(self) -> None:
+        """Give back the lanes' memory; the next round makes them anew."""
+        self._lanes.clear()
+
     def group(self) -> dist.ProcessGroup:
         """Return the group, or say why it can no longer be used."""
         if self._abandoned:

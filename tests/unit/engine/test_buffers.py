@@ -14,7 +14,6 @@ from cadenza import RoundReport, Strategy
 from cadenza.engine.header import HEADER_BYTES
 from cadenza.faults import shrink
 from cadenza.testing import Worker, workers
-from support.surprises import warnings_of
 
 
 class Centred(nn.Module):
@@ -172,18 +171,35 @@ def test_statistics_that_are_not_finite_do_not_count() -> None:
         assert [found.tolist() for found in pool.run(run)] == [[3.0] * 4] * 2
 
 
-def elastic(worker: Worker, start: nn.Module) -> dict[str, Any]:
-    return train(worker, cadenza.diloco(4, faults=shrink()), start, 7, membership=worker.membership(lease_s=1.0))
+ELASTIC: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "late": {"delay": 2},
+    "a delay as long as the period": {"delay": 4},
+    "by layers": {"fragments": cadenza.by_layers(1)},
+}
 
 
-@pytest.mark.filterwarnings("ignore:Under shrink")
-def test_statistics_stay_local_where_rounds_may_fail() -> None:
-    with workers(2) as pool:
-        for result in pool.run(elastic, Net(NORMS["BatchNorm"])):
-            assert torch.equal(result["after"]["norm.running_mean"], result["before"]["norm.running_mean"])
+@pytest.mark.parametrize("name", ELASTIC)
+def test_statistics_are_averaged_as_in_fixed_groups_where_rounds_may_fail(name: str) -> None:
+    start = Net(NORMS["BatchNorm"])
+
+    def elastic(worker: Worker) -> dict[str, Any]:
+        strategy = cadenza.diloco(4, faults=shrink(), **ELASTIC[name])
+        return train(worker, strategy, start, 7, membership=worker.membership(lease_s=1.0))
+
+    with workers(3) as pool:
+        one, *others = pool.run(elastic)
+        fixed = pool.run(train, cadenza.diloco(4, **ELASTIC[name]), start, 7)[0]
+    assert all(not torch.equal(one["before"]["norm.running_mean"], o["before"]["norm.running_mean"]) for o in others)
+    for key in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+        assert all(torch.equal(one["after"][key], other["after"][key]) for other in others)
+        # Those of a late round are as they were at its launch: the steps since then have not gone into them.
+        if "delay" not in ELASTIC[name]:
+            torch.testing.assert_close(one["after"][key], fixed["after"][key])
+    assert (one["after"]["norm.running_var"] > 0).all()
+    assert one["after"]["norm.num_batches_tracked"] == 7
 
 
-@pytest.mark.filterwarnings("ignore:Under shrink")
 def test_finish_without_a_step_needs_nobody_where_workers_come_and_go() -> None:
     def run(worker: Worker) -> bool:
         model = Net(NORMS["BatchNorm"])
@@ -194,23 +210,6 @@ def test_finish_without_a_step_needs_nobody_where_workers_come_and_go() -> None:
 
     with workers(2) as pool:
         assert pool.run(run) == [True, True]
-
-
-def test_statistics_that_stay_local_are_told_at_attach() -> None:
-    def told(**options: Any) -> list[str]:
-        strategy = cadenza.diloco(4, faults=shrink(), **options)
-        with workers(1) as pool, pytest.MonkeyPatch.context() as patch:
-            found: list[str] = []
-            patch.setattr("warnings.warn", lambda message, *_, **__: found.append(str(message)))
-            model = Net(NORMS["BatchNorm"])
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            pool.run(lambda worker: cadenza.attach(model, optimizer, strategy, membership=worker.membership()).close())
-        return found
-
-    [message] = told()
-    assert "Under shrink the running statistics of norm stay each worker's own" in message
-    assert not told(buffers=False)
-    assert not warnings_of(Net(NORMS["BatchNorm"]), cadenza.diloco(4))
 
 
 def test_ranks_that_average_other_buffers_do_not_train_together() -> None:

@@ -267,3 +267,25 @@ def test_a_parameter_that_is_one_number_has_moments_too() -> None:
 
     with workers(2) as pool:
         assert pool.run(run) == [pytest.approx(0.05)] * 2
+
+
+def bytes_told(strategy: Strategy) -> int:
+    def run(worker: Worker) -> int:
+        model = CASES["mlp"].model(worker.rank)
+        optimizer, reports = adam(model), list[cadenza.RoundReport]()
+        with cadenza.attach(model, optimizer, strategy, observers=[reports.append]) as sync:
+            for n in range(1, 13):
+                CASES["mlp"].backward(model, worker.rank, n)
+                optimizer.step()
+                sync.step()
+        return sum(report.bytes_sent for report in reports)
+
+    with workers(2) as pool:
+        return pool.run(run)[0]
+
+
+def test_the_bytes_of_moments_are_told() -> None:
+    parameters = bytes_told(cadenza.local_sgd(period=4))  # three rounds
+    with_moments = bytes_told(cadenza.local_sgd(period=4, optimizer_state=moments(exp_avg=4, exp_avg_sq=12)))
+    # Four more of the same size; a round's own header and tally apart.
+    assert with_moments == pytest.approx(parameters * (3 + 4) / 3, rel=0.1)

@@ -113,12 +113,12 @@ def test_fragments_take_turns() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_delay_of_a_period_is_the_naive_kind(count: int) -> None:
-    strategy = cadenza.diloco(PERIOD, delay=PERIOD, outer_lr=0.4)
+    strategy = cadenza.diloco(PERIOD, delay=PERIOD, outer_lr=0.4, defaults="paper")
     assert_same_way(traces(count, strategy), reference(mlps(count), naive=True, lr=0.4), bits=False)
 
 
 def test_one_worker_walks_as_diloco_does_without_a_delay() -> None:
-    [late], [straight] = traces(1, cadenza.eager_diloco(PERIOD)), traces(1, cadenza.diloco(PERIOD))
+    [late], [straight] = traces(1, cadenza.eager_diloco(PERIOD)), traces(1, cadenza.diloco(PERIOD, defaults="paper"))
     for got, wanted in zip(late.history[:-1], straight.history[:-1], strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
 

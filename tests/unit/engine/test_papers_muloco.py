@@ -116,19 +116,22 @@ def one_thread() -> Any:
 def test_muon_inside_walks_the_authors_way_to_the_bit(count: int) -> None:
     expected = with_torchs_sgd(Workers(CASES["mlp"], count, Both))  # type: ignore[arg-type]
     with workers(count) as pool:
-        assert_same_way(pool.run(with_muon, cadenza.muloco(PERIOD)), expected, bits=True)
+        assert_same_way(pool.run(with_muon, cadenza.muloco(PERIOD, defaults="paper")), expected, bits=True)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_outer_step_is_that_of_its_equations(count: int) -> None:
     with workers(count) as pool:
-        traces = pool.run(lambda _: train(cadenza.muloco(PERIOD), STEPS))
+        traces = pool.run(lambda _: train(cadenza.muloco(PERIOD, defaults="paper"), STEPS))
     assert_same_way(traces, by_the_equations(Workers(CASES["mlp"], count, momentum_sgd)), bits=False)
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [cadenza.muloco(PERIOD), cadenza.muloco(PERIOD, codec=error_feedback(int8(block=16), decay=0.9), delay=1)],
+    [
+        cadenza.muloco(PERIOD, defaults="paper"),
+        cadenza.muloco(PERIOD, codec=error_feedback(int8(block=16), decay=0.9), delay=1),
+    ],
     ids=["exact", "int8 and late"],
 )
 def test_it_resumes_after_every_step(strategy: Strategy) -> None:
@@ -139,7 +142,7 @@ def test_a_framework_may_own_the_loop() -> None:
     def automatic(worker: Worker) -> tuple[int, torch.Tensor]:
         model = CASES["mlp"].model(worker.rank)
         optimizers = two_optimizers(model)
-        with cadenza.attach(model, optimizers, cadenza.muloco(PERIOD), auto=True) as sync:
+        with cadenza.attach(model, optimizers, cadenza.muloco(PERIOD, defaults="paper"), auto=True) as sync:
             for n in range(1, STEPS + 1):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
@@ -149,7 +152,7 @@ def test_a_framework_may_own_the_loop() -> None:
         return sync.clock, values(model)
 
     with workers(2) as pool:
-        by_hand = pool.run(with_muon, cadenza.muloco(PERIOD))
+        by_hand = pool.run(with_muon, cadenza.muloco(PERIOD, defaults="paper"))
         for (clock, got), trace in zip(pool.run(automatic), by_hand, strict=True):
             assert clock == STEPS
             assert torch.equal(got, trace.finished)

@@ -151,7 +151,7 @@ def test_a_worker_cannot_drain_where_it_never_hears_of_all_others() -> None:
 
 
 def test_workers_that_come_and_go_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be combined with several levels"):
+    with pytest.raises(ValueError, match="cannot be combined with groups of fixed ranks"):
         strategy(faults=cadenza.shrink())
     outer = cadenza.outer.noloco()
     with pytest.raises(ValueError, match=r"cannot be combined with anchors that differ: .*raise_error"):

@@ -82,7 +82,7 @@ def test_forgetting_to_average_gradients_is_told() -> None:
 
 
 def test_workers_that_come_and_go_are_refused() -> None:
-    with pytest.raises(ValueError, match="shrink cannot be combined with several levels"):
+    with pytest.raises(ValueError, match="shrink cannot be combined with groups of fixed ranks"):
         cadenza.snoo(PERIOD, faults=cadenza.shrink())
 
 

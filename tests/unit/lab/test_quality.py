@@ -163,6 +163,7 @@ def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: 
     pytest.importorskip("matplotlib")
     records = Records(tmp_path)
     wanted = {"ddp", "diloco 4 workers period 30", "diloco 2 workers period 30", "int8 with feedback"}
+    wanted |= {"ddp 35k", "diloco 4 workers period 30 35k"}
     while runs := [setting for name, setting in studies.missing(records) if name in wanted]:
         loss = fake_loss(runs[0])
         result = {"validation": loss, "test": loss, "bytes_sent": 10**6, "cpu_seconds": 1.0}
@@ -185,5 +186,6 @@ def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: 
     assert {path.name for path in tmp_path.glob("*.svg")} == {
         "quality_batch.svg",
         "quality_bytes.svg",
+        "quality_size.svg",
         "quality_workers.svg",
     }

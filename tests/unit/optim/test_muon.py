@@ -10,6 +10,7 @@ from torch import nn
 
 from cadenza.errors import CadenzaError
 from cadenza.optim import muon_and_adamw
+from cadenza.training.gpt import GPT, Shape
 from support.models import CASES, TiedTransformer
 
 
@@ -106,3 +107,14 @@ def test_a_torch_without_muon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(CadenzaError, match=r"from 2\.9 on; this is torch"):
         muon_and_adamw(CASES["mlp"].build())
+
+
+def test_a_gpt_whose_output_is_its_embedding_gives_muon_all_matrices_of_its_blocks() -> None:
+    model = GPT(Shape(layers=2, width=16, heads=2, context=8))
+    matrices = taken(model, muon_and_adamw(model)[0])
+    assert matrices == {name for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
+
+
+def test_the_last_of_plain_layers_is_the_output_also_if_it_is_like_the_others() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert taken(model, muon_and_adamw(model)[0]) == {"0.weight", "1.weight"}

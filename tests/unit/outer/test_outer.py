@@ -342,3 +342,24 @@ def test_a_schedule_is_described_by_its_factors() -> None:
         "o.clip: 2.0",
         "o.schedule: None",
     ]
+
+
+def test_a_rate_that_rises_with_the_members_does_so_beyond_a_number_of_them() -> None:
+    moved = {}
+    for members in (1, 4, 8, 16, 10_000):
+        anchor = torch.tensor([1.0])
+        nesterov(0.5, momentum=0.0, rises_beyond=4).update(anchor, torch.tensor([0.5]), {}, rounds=0, members=members)
+        moved[members] = 1 - anchor.item()
+    assert moved == pytest.approx({1: 0.25, 4: 0.25, 8: 0.25 * 2**0.5, 16: 0.5, 10_000: 0.5})
+
+
+def test_a_rate_beyond_one_stays_as_it_was_given() -> None:
+    anchor = torch.tensor([1.0])
+    nesterov(1.5, momentum=0.0, rises_beyond=4).update(anchor, torch.tensor([0.5]), {}, rounds=0, members=16)
+    assert anchor.item() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("given", [0, -1, 2.5, True, "4"])
+def test_what_is_no_number_of_members_to_rise_beyond_is_refused(given: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="rises_beyond"):
+        nesterov(rises_beyond=given)

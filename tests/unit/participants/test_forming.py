@@ -60,6 +60,13 @@ class Members:
         return self.results
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave Gloo 5 s to connect, where a machine that is busy with other tests may take more than its 2 s."""
+    monkeypatch.setattr(forming, "FORMING_S", 25.0)
+
+
+@pytest.mark.usefixtures("unhurried")
 def test_all_members_get_the_group_and_addresses_are_signed() -> None:
     members = Members()
     stranger = members.below
@@ -95,6 +102,28 @@ def test_members_report_whom_they_could_not_reach(monkeypatch: pytest.MonkeyPatc
     assert [found[worker].workers for worker in (0, 1)] == [{2}, {2}]
     assert isinstance(found[0], UnreachedError)
     assert "GLOO_SOCKET_IFNAME" in str(found[0])
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_an_address_that_somebody_deletes_is_written_again() -> None:
+    members = Members()
+    first = threading.Thread(target=members.form, args=(0,), daemon=True)
+    first.start()
+    while not GroupStore(members.store(1), "round/5.0.0/group").get("0/0"):
+        time.sleep(0.01)
+    members.below.delete_key("round/5.0.0/group/0/0")
+    found = members.run(1, 2)
+    first.join(30)
+    assert found.keys() == set(ALL)
+    assert all(isinstance(group, dist.ProcessGroup) for group in found.values()), found
+
+
+def test_nobody_is_blamed_for_an_address_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who deletes it would else have workers left out that everybody can reach."""
+    members = Members()
+    monkeypatch.setattr(forming, "FORMING_S", 0.5)
+    found = members.run(0, 1)
+    assert {type(found[worker]) for worker in (0, 1)} == {TransportError}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -15,13 +15,6 @@ from cadenza.participants.membership import Membership, join
 from cadenza.participants.store import serve
 
 LONG_S = 3600.0  # a lease that does not run out in a test
-
-
-@pytest.fixture
-def store() -> Iterator[int]:
-    server = serve(host="127.0.0.1")
-    yield server.port
-    del server
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -11,7 +11,6 @@ import torch
 
 import cadenza
 from cadenza.errors import NobodyLeftError
-from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.latest_round import Latest
 from cadenza.participants.membership import Membership, join
 from cadenza.participants.round_id import RoundId
@@ -95,13 +94,13 @@ def test_a_majority_that_comes_back_empty_does_not_undo_the_rounds_it_has_held(j
     time.sleep(2 * old.tick_s)
     job.memberships[2].heartbeat.connected = False
     job.step(0, 1, steps=6)
-    held = job.memberships[0].heartbeat.held
+    held = job.memberships[0].heartbeat.progress().held
     assert held == 5, "rounds at steps 2 to 10, the last ones without worker 2"
     job.leave(0, 1)
     old._ended.clear()
     old._thread = threading.Thread(target=old._beat_on, daemon=True)
     old._thread.start()  # connected again
-    while not old.connected or old.held < held:
+    while not old.connected or old.progress().held < held:
         time.sleep(0.02)
     before = torch.cat([p.detach().flatten() for p in job.parts[2][0].parameters()])
     comers = threading.Thread(target=job.attach, args=(0, 1), kwargs={"workers": 3}, daemon=True)
@@ -123,14 +122,14 @@ def test_a_majority_that_comes_back_empty_does_not_undo_the_rounds_it_has_held(j
         time.sleep(0.02)
     comers.join(20)
     assert job.told[2][-1].kind == "round"
-    assert job.memberships[2].heartbeat.held == held + 1, "whoever comes back with the lost rounds does not lead"
+    assert old.progress().held == held + 1, "whoever comes back with the lost rounds does not lead"
 
 
 def test_a_store_that_has_forgotten_is_noticed_until_the_next_round(job: Job) -> None:
     membership = join(f"127.0.0.1:{job.port}", worker=0, workers=1)
-    heartbeat: Heartbeat = membership.heartbeat
-    heartbeat.note(Latest(RoundId(4), held=2))
-    assert not heartbeat.forgetful
-    heartbeat.note(None)
-    assert (heartbeat.forgetful, heartbeat.held) == (True, 2)
+    progress = membership.heartbeat.progress()
+    progress.note(Latest(RoundId(4), held=2))
+    assert not progress.forgetful
+    progress.note(None)
+    assert (progress.forgetful, progress.held) == (True, 2)
     membership.close()

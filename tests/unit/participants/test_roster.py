@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 import cadenza
 from cadenza.participants.assembly import obeyed
-from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError, propose
+from cadenza.participants.roster import Arrival, RollbackError, Roster, RoundNotHeldError, group_name, propose
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signing import Signer
 
@@ -120,10 +121,11 @@ def test_a_worker_with_other_terms_is_turned_away_whatever_its_number() -> None:
 
 
 def test_a_group_is_kept_only_if_it_works_for_all_and_is_of_the_same_members() -> None:
-    working = [arrival(worker, generation="g") for worker in ALL]
+    name = group_name("round/4.0.0", ALL)
+    working = [arrival(worker, groups=(name,)) for worker in ALL]
     roster = proposed(*working)
     assert roster is not None
-    assert roster.keep
+    assert (roster.keep, roster.again) == (name, True)
     broken = proposed(*working[:2], arrival(2))
     assert broken is not None
     assert not broken.keep
@@ -132,10 +134,30 @@ def test_a_group_is_kept_only_if_it_works_for_all_and_is_of_the_same_members() -
     assert not smaller.keep
 
 
+def test_a_group_of_earlier_is_taken_again_when_its_members_are_together_again() -> None:
+    both = tuple(group_name(round, members) for round, members in (("round/4.0.0", ALL), ("round/8.0.0", (0, 1))))
+    arrivals = [arrival(worker, groups=both, last=(0, 1)) for worker in (0, 1)]
+    slow = arrival(2, groups=both[:1], rounds=3, chain="b", late_s=0.2)
+    roster = proposed(*arrivals, slow)
+    assert roster is not None
+    assert (roster.members, roster.keep, roster.behind) == (ALL, both[0], (2,))
+    assert not roster.again, "for two of them the last roster was another one"
+    assert Roster.unpack(roster.pack()).incarnations == ("i0", "i1", "i2")
+    without = proposed(*arrivals, late=True)
+    assert without is not None
+    assert (without.keep, without.again) == (both[1], True)
+    together = [replace(one, last=ALL) for one in (*arrivals, slow)]  # as after a round of a larger level
+    again = proposed(*together)
+    assert again is not None
+    assert (again.keep, again.again) == (both[0], False)
+
+
 def test_a_roster_survives_the_store() -> None:
-    told = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep=True, settled=True, decided_at=2.0)
-    roster = replace(told, unreached={5: (0, 1)})
-    assert Roster.unpack(roster.pack()) == roster
+    told = Roster(ALL, ("a", "b", "c"), 1, (0,), (3,), {4: "why"}, {0: 1.5}, keep="g", settled=True, decided_at=2.0)
+    roster = replace(told, again=True, unreached={5: (0, 1)}, sites=("eu", "eu", "us"))
+    assert Roster.unpack(roster.pack(), known=replace(roster, leader=0, behind=())) == roster
+    made = replace(roster, keep="", again=False)
+    assert Roster.unpack(made.pack()) == made
 
 
 def test_rounds_are_held_in_the_order_of_steps_phases_and_fragments() -> None:
@@ -159,10 +181,8 @@ def test_a_signature_is_worth_nothing_elsewhere() -> None:
         (lambda: cadenza.skip_round(grace_s=0), "grace_s"),
         (lambda: cadenza.shrink(poison="ignore"), "poison"),
         (lambda: cadenza.shrink(explosion=0.5), "explosion"),
-        (lambda: cadenza.local_sgd(faults=cadenza.shrink(), warmup_steps=4), "warm-up"),
-        (lambda: cadenza.local_sgd(faults=cadenza.shrink(), buffers=True), "buffers"),
         (lambda: cadenza.local_sgd(faults=cadenza.skip_round(), balanced=True), "balanced"),
-        (lambda: cadenza.hierarchical({2: 2, 4: "all"}, faults=cadenza.shrink()), "several levels"),
+        (lambda: cadenza.hierarchical({2: 2, 4: "all"}, faults=cadenza.shrink()), "groups of fixed ranks"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(make: Any, message: str) -> None:
@@ -248,7 +268,123 @@ def test_one_worker_may_be_enough_if_the_quorum_allows_it() -> None:
     assert roster.members == (0,)
 
 
+def test_who_missed_the_last_round_does_not_hold_one_before_those_who_were_in_it_come() -> None:
+    policy = cadenza.shrink(commit_at=1, quorum=0.0)
+    known = {0, 1, 2, 3}
+    left_out = arrival(2, last=(0, 1, 2, 3), late_s=0.01)
+    assert proposed(left_out, policy=policy, known=known) is None, "it knows by itself"
+    assert proposed(arrival(2, last=(0, 1, 2, 3)), policy=policy, known=known, held=5) is None, "all know it"
+    seen = arrival(1, rounds=5, chain="d", last=(1,))
+    assert proposed(left_out, seen, policy=policy, known=known) is None, "the others were left out too"
+    roster = proposed(left_out, seen, policy=policy, known=known, silent={0, 3})
+    assert roster is not None
+    assert (roster.leader, roster.behind) == (1, (2,))
+
+
+def test_who_is_a_moment_late_is_waited_for_where_the_others_are_enough() -> None:
+    policy = cadenza.shrink(commit_at=0.6)
+    assert proposed(arrival(0), arrival(1), policy=policy, lingered=False) is None
+    roster = proposed(*map(arrival, ALL), policy=policy, lingered=False)
+    assert roster is not None
+    assert roster.members == ALL
+
+
+def test_a_round_that_one_worker_held_alone_is_lost_with_it_and_the_others_go_on() -> None:
+    """Worker 2 has held the fifth round by itself, and died."""
+    left_out = [arrival(worker, last=ALL, late_s=0.01) for worker in (0, 1)]
+    alone = cadenza.shrink(commit_at=1, quorum=0.0)
+    assert proposed(*left_out, policy=alone, held=5) is None, "as long as it lives it is waited for"
+    roster = proposed(*left_out, policy=alone, held=5, silent={2})
+    assert roster is not None
+    assert (roster.members, roster.given_up) == ((0, 1), 5)
+    for policy in (cadenza.shrink(quorum=0.0), cadenza.shrink(commit_at=0.6), cadenza.shrink()):
+        with pytest.raises(RollbackError, match="5 rounds were held"):
+            proposed(*left_out, policy=policy, held=5, silent={2})
+
+
 @pytest.mark.parametrize("value", [0, 0.0, 1.0, -1, True, 2.5, "all"])
 def test_what_is_no_number_of_workers_to_commit_at_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="commit_at is a share"):
         cadenza.shrink(commit_at=value)
+
+
+def test_a_roster_whose_group_is_kept_does_not_grow_with_its_members() -> None:
+    everybody = tuple(range(200))
+    arrivals = [arrival(worker, last=everybody, groups=(group_name("round/4.0.0", everybody),)) for worker in everybody]
+    roster = proposed(*arrivals, known=set(everybody))
+    assert roster is not None
+    assert roster.keep
+    assert len(roster.pack()) < 500
+    assert len(arrivals[0].pack()) < 500
+    read = Roster.unpack(roster.pack(), known=replace(roster, leader=7, keep=""))
+    assert read == replace(roster, turned_away={}, late={}, unreached={})
+
+
+def test_a_kept_roster_means_nothing_to_a_process_that_was_not_on_it() -> None:
+    roster = proposed(*(arrival(worker, groups=(group_name("round/4.0.0", ALL),)) for worker in ALL))
+    assert roster is not None
+    read = Roster.unpack(roster.pack())
+    assert read.members == ALL
+    with pytest.raises(RoundNotHeldError, match="an earlier process") as caught:
+        obeyed(read, new(1))
+    assert caught.value.behind
+    mine = Roster.unpack(roster.pack(), known=replace(roster, keep=""))
+    assert obeyed(mine, arrival(1)) is mine
+
+
+def test_commit_at_is_a_share_of_the_weight() -> None:
+    def held(weights: tuple[float, ...], here: tuple[int, ...]) -> bool:
+        arrivals = {w: Arrival(w, "process", 5, "chain", "terms", last=(0, 1, 2, 3), weights=weights) for w in here}
+        found = propose(
+            {w: Arrival.unpack(arrival.pack()) for w, arrival in arrivals.items()},
+            cadenza.shrink(commit_at=0.75, quorum=0.4),
+            known={0, 1, 2, 3},
+            silent=set(),
+            gone=set(),
+            workers=4,
+            time_is_up=False,
+            held=5,
+        )
+        return found is not None
+
+    assert held((), (0, 1, 2))
+    assert not held((), (0, 1))
+    assert held((0.5, 0.3, 0.1, 0.1), (0, 1)), "two who count for four fifths are enough"
+    assert not held((0.5, 0.1, 0.2, 0.2), (1, 2, 3)), "three who count for half are not"
+    assert held((0.25, 0.25 + 1e-12, 0.25, 0.25 - 1e-12), (0, 2, 3)), "rounding does not decide"
+    assert held((0.0, 0.0, 0.0, 0.0), (0, 1, 2)), "where nobody counted, all count alike"
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [1.0, "1"], [1.0, float("nan")], [True, 1.0]])
+def test_weights_that_cannot_be_are_not_understood(weights: list[Any]) -> None:
+    text = json.dumps({**json.loads(Arrival(0, "p", 5, "c", "t", last=(0, 1)).pack()), "weights": weights})
+    with pytest.raises(ValueError, match="weight"):
+        Arrival.unpack(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "last", "lost"),
+    [
+        ({"commit_at": 1, "quorum": 0.0}, (0, 1, 2), True),
+        ({"commit_at": 1, "quorum": 0.0}, (2,), True),
+        ({"commit_at": 64, "quorum": 0.0}, tuple(range(256)), True),
+        ({"commit_at": 2, "quorum": 0.0}, (0, 1, 2), False),
+        ({"commit_at": 0.75}, (2,), False),
+        ({}, (2,), False),
+    ],
+)
+def test_a_round_that_only_the_dead_have_seen_is_given_up_where_half_may_hold_one(
+    options: dict[str, Any], last: tuple[int, ...], lost: bool
+) -> None:
+    here = [arrival(worker, rounds=4, last=last) for worker in last]
+
+    def hold() -> Roster | None:
+        return proposed(*here, policy=cadenza.shrink(**options), known=set(last), held=5)
+
+    if lost:
+        roster = hold()
+        assert roster is not None
+        assert roster.given_up == 5
+    else:
+        with pytest.raises(RollbackError):
+            hold()

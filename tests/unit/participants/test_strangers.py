@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 import cadenza
+from cadenza import membership
+from cadenza.participants.assembly import Assembly
 from cadenza.participants.beat import Beat, Heard, beat_key
 from cadenza.participants.heartbeat import announce_death
 from cadenza.participants.latest_round import Latest, LatestRound
@@ -24,18 +26,11 @@ from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, prop
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
-from cadenza.participants.store import serve
+from cadenza.participants.sites import Scope
 from cadenza.participants.vote import Vote
 from cadenza.testing import Worker, workers
 
 GARBAGE = (b"", b"\n", b"\xff\xfe\x00", "naïve ☃".encode(), b"9999999.0.0", b"[]", b"null", b"0" * 32 + b" 1.0.0 9")
-
-
-@pytest.fixture
-def store() -> Iterator[int]:
-    server = serve(host="127.0.0.1")
-    yield server.port
-    del server
 
 
 def stranger(port: int, prefix: str) -> dist.Store:
@@ -47,6 +42,19 @@ def test_the_store_listens_at_its_address_alone(store: int) -> None:
     socket.create_connection(("127.0.0.1", store), 5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store), 5)
+
+
+def test_the_store_takes_as_many_connections_as_its_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(membership, "use_hosts_file_only", lambda: None)  # it would hold for this whole process
+    monkeypatch.setattr(membership.signal, "pause", lambda: limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)))
+    limits: list[tuple[int, int]] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
+    try:
+        membership.main(["--host", "127.0.0.1"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == [(hard, hard)]
 
 
 @pytest.mark.parametrize("data", GARBAGE)
@@ -123,6 +131,24 @@ def test_nobody_leads_to_a_step_that_nobody_has_come_to_by_its_own_steps() -> No
     roster = propose(came, cadenza.shrink(), **known)
     assert roster is not None
     assert roster.members == (0, 1, 2)
+
+
+def test_a_worker_whose_arrival_is_deleted_comes_again(store: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = join(f"127.0.0.1:{store}", worker=0, workers=1, secret="word")
+    other = stranger(store, f"cadenza/job/{member.signer.space}")
+    sign, deleted = Assembly.sign, []
+
+    def sign_and_lose(self: Assembly, opened: SignedStore, arrival: Arrival) -> None:
+        sign(self, opened, arrival)
+        if not deleted:
+            deleted.append(other.delete_key("round/0.0.0/arrivals"))
+
+    monkeypatch.setattr(Assembly, "sign", sign_and_lose)
+    me = Arrival(0, member.heartbeat.incarnation, 0, "", "terms")
+    assembly = Assembly(member.connection(), member.heartbeat, member.signer, RoundId(0), me, scope=Scope(0))
+    assert assembly.hold(cadenza.shrink(), workers=1, patience_s=20.0).members == (0,)
+    assert deleted == [True]
+    member.close()
 
 
 def test_a_heart_beat_survives_whatever_is_raised(store: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_saved_worker_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize("faults", [cadenza.faults.shrink(), cadenza.faults.skip_round()], ids=["shrink", "skip"])
 def test_elastic_workers_meet_in_the_pools_store(faults: Any) -> None:
     def elastic(worker: Worker) -> tuple[Trace, tuple[int, ...]]:
-        return train(cadenza.diloco(4, faults=faults), 10, membership=worker.membership())
+        return train(cadenza.diloco(4, defaults="paper", faults=faults), 10, membership=worker.membership())
 
     with workers(3) as pool:
         for _ in range(2):  # a second run is another job in the same store

@@ -56,10 +56,10 @@ WRONG = [
     ({"faults.policy": "shrink", "faults.explosion": 0.5}, ["explosion", "above 1", "0.5"]),
     ({"faults.policy": "shrink", "launch.max_restarts": 2}, ["launch.max_restarts = 2", "faults.restarts"]),
     ({"faults.policy": "shrink", "strategy.name": "ddp"}, ['faults.policy = "shrink"', 'strategy.name = "ddp"']),
-    ({"faults.policy": "shrink", "strategy.warmup_steps": 9}, ['faults.policy = "shrink"', "a warm-up"]),
+    ({"faults.policy": "shrink", "strategy.name": "des_loc"}, ['faults.policy = "shrink"', "moments at periods"]),
     (
         {"faults.policy": "skip_round", "strategy.name": "hierarchical", "strategy.levels": {"4": 2, "16": "all"}},
-        ['faults.policy = "skip_round"', "several levels"],
+        ['faults.policy = "skip_round"', "groups of fixed ranks"],
     ),
     ({"strategy.name": "sparse_loco", "strategy.codec": "int8"}, ["strategy.codec", '"sparse_loco" does not take']),
 ]
