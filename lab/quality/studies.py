@@ -6,7 +6,7 @@ with it seed by seed. Both give the runs that are still missing; the queue asks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +133,7 @@ def _method(
     strategy: Mapping[str, Any] | None = None,
     after: str | None = None,
     held: Sequence[str] = (),
+    called: str | None = None,
     **more: Any,
 ) -> Study:
     keys = {"name": method, **({} if period is None else {"period": period}), **(strategy or {})}
@@ -140,7 +141,7 @@ def _method(
     axes = {name: axis for name, axis in known.items() if name in start and name not in held}
     first = {"batch": start["batch"], "lr": start["lr"]}
     fixed = Setting(keys, workers=workers, seed=TUNING_SEED, size=size, inner=inner, **first, **more)
-    words = f"{method} {workers} workers" + ("" if period is None else f" period {period}")
+    words = f"{called or method} {workers} workers" + ("" if period is None else f" period {period}")
     return Study(_named(words, size), fixed, axes, start, after)
 
 
@@ -172,6 +173,9 @@ def _default_task(method: str, *, start: Mapping[str, Any], **strategy: Any) -> 
 _FOUR = "diloco 4 workers period 30"
 _FOUR_SMALL = f"{_FOUR} 35k"
 _STREAMING = "streaming_diloco 4 workers period 30 35k"
+_HALF_KEPT = "streaming_diloco, half kept 4 workers period 30 35k"
+_KEPT = {"layers": 1, "delay": 2, "keep_progress": True}
+_HALF = {"layers": 1, "delay": 2, "alpha": 0.5}  # as its paper has it
 _OUTER = {"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.8}
 _START = {**_OUTER, "batch": 2}
 _SMALL_TOKENS = 9216 * 256  # of the smallest and of the largest model
@@ -183,6 +187,35 @@ def _small(method: str, workers: int = 4, period: int | None = 30, **more: Any) 
     more.setdefault("start", {"lr": 8e-3})
     start = {"batch": 4 // min(workers, 4), **more.pop("start")}
     return _method(method, workers, period, size="35k", held=("batch",), start=start, tokens=_SMALL_TOKENS, **more)
+
+
+def _streaming() -> Iterator[Variant]:
+    """Yield what tells apart where streaming loses: by its codec, its delay, its turns, what it keeps at a landing."""
+    nothing: dict[str, Any] = {"alpha": 0.0}
+    half = "streaming_diloco, half kept"
+    for words, change in {
+        "in fp32": {"codec": "fp32"},
+        "4 bits with feedback": {"codec": "e3m0+feedback"},
+        "nothing kept instead": nothing,
+        "progress kept instead": {"alpha": None, "keep_progress": True},
+        "no delay": {**nothing, "delay": 0},
+        "one fragment, nothing kept": {**nothing, "layers": 99},
+        "one fragment, no delay": {**nothing, "layers": 99, "delay": 0},
+    }.items():
+        yield Variant(f"{half}: {words} 35k", _HALF_KEPT, strategy=change, seeds=(TUNING_SEED,))
+    yield Variant("streaming_diloco: in fp32 35k", _STREAMING, strategy={"codec": "fp32"})
+    yield Variant("streaming_diloco: 4 bits with feedback 35k", _STREAMING, strategy={"codec": "e3m0+feedback"})
+    yield Variant("streaming_diloco: no delay 35k", _STREAMING, strategy={**nothing, "delay": 0, "keep_progress": None})
+
+
+def _late(of: str, size: str) -> tuple[Variant, ...]:
+    """Return what rounds that land two steps late cost DiLoCo, whole and in turns, by what they keep of those steps."""
+    return (
+        Variant(f"two steps late, nothing kept{size}", of, strategy={"delay": 2}),
+        Variant(f"two steps late, progress kept{size}", of, strategy={"delay": 2, "keep_progress": True}),
+        Variant(f"as streaming, half kept{size}", of, strategy={"name": "streaming_diloco", **_HALF}),
+        Variant(f"as streaming, progress kept{size}", of, strategy={"name": "streaming_diloco", **_KEPT}),
+    )
 
 
 def _candidates(of: str, steps: int, seeds: Sequence[int]) -> tuple[Variant, ...]:
@@ -228,19 +261,18 @@ QUEUE: tuple[Study | Variant, ...] = (
     _default_task("diloco", period=16, start={"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.6}),
     _ddp(inner="muon", lr=1.6e-2),
     _method("muloco", 4, inner="muon", start={**_START, "lr": 1.6e-2}),
+    *_late(_FOUR, ""),
     Variant("muloco, 4 bits with feedback", _MULOCO, strategy={"codec": "e3m0+feedback"}),
     _ddp("35k", tokens=_SMALL_TOKENS, batch=4),
     _small("diloco", start=_OUTER),
     *(_small("diloco", 4, period, start=_OUTER, after=_FOUR_SMALL) for period in (100, 8)),
     _small("diloco", 8, start=_OUTER, after=_FOUR_SMALL),
-    _small("streaming_diloco", start=_OUTER, strategy={"layers": 1, "delay": 2}, after=_FOUR_SMALL),
+    _small("streaming_diloco", start=_OUTER, strategy=_KEPT, after=_FOUR_SMALL),
+    _small("streaming_diloco", start=_OUTER, strategy=_HALF, after=_FOUR_SMALL, called="streaming_diloco, half kept"),
     _ddp("35k", inner="muon", lr=3.2e-2, batch=4, tokens=_SMALL_TOKENS),
     _small("muloco", inner="muon", start={**_OUTER, "lr": 3.2e-2}),
-    Variant("streaming, nothing mixed in 35k", _STREAMING, strategy={"alpha": 0.0}, seeds=(TUNING_SEED,)),
-    Variant("streaming, fp32 35k", _STREAMING, strategy={"codec": "fp32"}, seeds=(TUNING_SEED,)),
-    Variant(
-        "streaming, 4 bits with feedback 35k", _STREAMING, strategy={"codec": "e3m0+feedback"}, seeds=(TUNING_SEED,)
-    ),
+    *_streaming(),
+    *_late(_FOUR_SMALL, " 35k"),
     Variant("int8 with feedback 35k", _FOUR_SMALL, strategy={"codec": "int8+feedback"}),
     Variant("4 bits with feedback 35k", _FOUR_SMALL, strategy={"codec": "e3m0+feedback"}),
     _small("local_sgd"),

@@ -65,6 +65,7 @@ class _SlowMoOptions(CommonOptions, total=False):
     fragments: Fragmentation
     warmup_steps: int
     delay: int
+    keep_progress: bool
 
 
 class _SnooOptions(CommonOptions, total=False):
@@ -294,7 +295,8 @@ def streaming_diloco(
     defaults: Defaults = "measured",
     layers: int = 3,
     delay: int = 5,
-    alpha: float = 0.5,
+    alpha: float | None = None,
+    keep_progress: bool | None = None,
     codec: Codec | Literal["auto"] | None = None,
     **options: Unpack[_StreamingOptions],
 ) -> Strategy:
@@ -302,15 +304,26 @@ def streaming_diloco(
 
     The mean comes back in 4 bits too; ``codec=e3m0(back=int8())`` loses half as much of it for 1.4 times the bytes, and
     trained no better where it was measured (docs/decisions/0004-codecs.md). The outer step suits the period as that of
-    `diloco` does; ``defaults="paper"`` takes 0.4 and 0.9.
+    `diloco` does, and a landing keeps what was learned since the launch; ``defaults="paper"`` takes 0.4 and 0.9, and
+    keeps half of the local value (`alpha`) instead.
 
-    >>> streaming_diloco(30, delay=3).levels[0].outer.lr
-    0.7
+    >>> strategy, published = streaming_diloco(30, delay=3), streaming_diloco(30, delay=3, defaults="paper")
+    >>> [(each.levels[0].outer.lr, each.alpha, each.keep_progress) for each in (strategy, published)]
+    [(0.7, 0.0, True), (0.4, 0.5, False)]
     """
+    if alpha is None and keep_progress is None:
+        alpha, keep_progress = (0.5, False) if defaults == "paper" else (0.0, True)
     plan = LevelPlan(as_schedule(period), codec=as_codec(codec, e3m0()))
     outer = suited_nesterov(plan.schedule.cycle, outer_lr, outer_momentum, defaults, paper=(0.4, 0.9))
     levels = (replace(plan, outer=outer),)
-    return Strategy(levels=levels, fragments=by_layers(layers), delay=delay, alpha=alpha, **options)
+    return Strategy(
+        levels=levels,
+        fragments=by_layers(layers),
+        delay=delay,
+        alpha=0.0 if alpha is None else alpha,
+        keep_progress=bool(keep_progress),
+        **options,
+    )
 
 
 def sparse_loco(

@@ -235,7 +235,14 @@ def thaw_in_flight(strategy: Strategy) -> None:
     assert_same_on_ranks("after finish()", model.parameters())
 
 
-@pytest.mark.parametrize("strategy", [cadenza.local_sgd(4, delay=2), cadenza.diloco(4, delay=2, alpha=0.5)])
+LATE = [
+    cadenza.local_sgd(4, delay=2),
+    cadenza.diloco(4, delay=2, alpha=0.5),
+    cadenza.diloco(4, delay=2, keep_progress=True),
+]
+
+
+@pytest.mark.parametrize("strategy", LATE, ids=["mean", "mixed", "progress kept"])
 def test_parameters_may_be_unfrozen_while_a_round_is_in_flight(ranks: RankPool, strategy: Strategy) -> None:
     ranks.run(2, thaw_in_flight, strategy)
 
@@ -256,7 +263,7 @@ def freeze_in_flight(strategy: Strategy) -> None:
     assert_same_on_ranks("after finish()", [p for p in model.parameters() if p.requires_grad])
 
 
-@pytest.mark.parametrize("strategy", [cadenza.local_sgd(4, delay=2), cadenza.diloco(4, delay=2)])
+@pytest.mark.parametrize("strategy", [*LATE, cadenza.diloco(4, delay=2)])
 def test_parameters_may_be_frozen_while_a_round_is_in_flight(ranks: RankPool, strategy: Strategy) -> None:
     ranks.run(2, freeze_in_flight, strategy)
 

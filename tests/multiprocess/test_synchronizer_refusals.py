@@ -71,6 +71,7 @@ STRATEGIES = {
     "warm-up": (cadenza.diloco(4), cadenza.diloco(4, warmup_steps=3)),
     "delay": (cadenza.diloco(4), cadenza.diloco(4, delay=3)),
     "alpha": (cadenza.diloco(4, delay=1), cadenza.diloco(4, delay=1, alpha=0.1)),
+    "progress": (cadenza.diloco(4, delay=1), cadenza.diloco(4, delay=1, keep_progress=True)),
     "buffers": (cadenza.diloco(4), cadenza.diloco(4, buffers=True)),
     "optimizer state": (cadenza.diloco(4), cadenza.diloco(4, optimizer_state="reset")),
     "weights": (cadenza.diloco(4), cadenza.diloco(4, weight="samples")),

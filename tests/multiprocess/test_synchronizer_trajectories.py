@@ -135,6 +135,23 @@ def test_streaming_diloco_by_hand(ranks: RankPool, env: dict[str, str]) -> None:
     assert first[7] == second[7] == pytest.approx(-0.4997024, abs=1e-6)
 
 
+@EITHER_TRANSPORT
+def test_kept_progress_by_hand(ranks: RankPool, env: dict[str, str]) -> None:
+    strategy = cadenza.streaming_diloco(3, delay=1, outer_lr=0.4, outer_momentum=0.9, codec=codecs.fp32())
+    assert strategy.keep_progress
+    first, second = ranks.run(2, number_after_each_step, strategy, 7, env=env)
+    # Step 3, launch, and step 4, landing: the anchor goes to 0.544 as above. The workers have moved by −0.1 and −0.3
+    # since the launch, which stays theirs: 0.444 and 0.244.
+    assert first[2:6] == pytest.approx([0.7, 0.444, 0.344, 0.244], abs=1e-6)
+    assert second[2:6] == pytest.approx([0.1, 0.244, -0.056, -0.356], abs=1e-6)
+    # Step 6, launch: δ is 0.3 and 0.9, so nothing has counted twice, and nothing is lost. Step 7, landing:
+    # m = 0.9·0.6 + 0.6 = 1.14; 0.6 + 0.9·1.14 = 1.626; anchor 0.544 − 0.4·1.626 = −0.1064.
+    assert (first[6], second[6]) == pytest.approx((-0.2064, -0.4064), abs=1e-6)
+    # The end: δ is 0.1 and 0.3, 0.2 in the mean. m = 0.9·1.14 + 0.2 = 1.226; 0.2 + 0.9·1.226 = 1.3034;
+    # −0.1064 − 0.4·1.3034 = −0.62776.
+    assert first[7] == second[7] == pytest.approx(-0.62776, abs=1e-6)
+
+
 def test_a_late_mean_by_hand(ranks: RankPool) -> None:
     first, second = ranks.run(2, number_after_each_step, cadenza.local_sgd(3, delay=2), 5)
     # Step 3, launch at 0.7 and 0.1: the mean is 0.4. Step 5, landing: since then the workers have moved by −0.2 and

@@ -99,6 +99,23 @@ def test_streaming_diloco_is_that_of_2501_18512() -> None:
     assert (strategy.delay, strategy.alpha) == (5, 0.5)
 
 
+def test_streaming_diloco_keeps_what_was_learned_since_the_launch_or_what_it_is_told_to() -> None:
+    kept = {
+        (): (0.0, True),
+        (("alpha", 0.3),): (0.3, False),
+        (("alpha", 0.0),): (0.0, False),
+        (("keep_progress", False),): (0.0, False),
+        (("defaults", "paper"), ("keep_progress", True)): (0.0, True),
+        (("defaults", "paper"), ("alpha", 0.2)): (0.2, False),
+    }
+    for given, expected in kept.items():
+        options: dict[str, Any] = dict(given)
+        strategy = cadenza.streaming_diloco(30, delay=2, **options)
+        assert (strategy.alpha, strategy.keep_progress) == expected, given
+    with pytest.raises(ValueError, match="choose one of them"):
+        cadenza.streaming_diloco(30, delay=2, alpha=0.5, keep_progress=True)
+
+
 def test_streaming_diloco_takes_a_schedule_for_its_period() -> None:
     schedule = cadenza.changing({1: 20, 100: 50})
     assert level(cadenza.streaming_diloco(schedule)).schedule == schedule

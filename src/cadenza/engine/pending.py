@@ -31,9 +31,10 @@ class PendingRound:
         values: Flat copies of what is sent; the mean, once the exchange is over. None are left where there is an anchor
             that is the result then.
         side: What is averaged beside them, where the round may fail; it is not saved.
-        origins: The parameters as they were at the launch, where a plain mean lands late and keeps local progress.
+        origins: The parameters as they were at the launch, where what was learned since then is kept.
         own: The difference that this worker has sent, where it is needed again.
         alpha: How much of the local value stays when the result lands.
+        keeps_progress: Whether what was learned since the launch is added to a result that lands late.
         restarts: Whether the parameters went back to the anchor at the launch, so that all progress since then counts
             in the next round, and the outer step is taken at the landing.
         inner_lrs: The learning rates at the launch.
@@ -57,6 +58,7 @@ class PendingRound:
     own: Sequence[torch.Tensor] = ()
     anchor_means: Sequence[torch.Tensor] = ()
     alpha: float = 0.0
+    keeps_progress: bool = False
     restarts: bool = False
     inner_lrs: dict[str, float] = field(default_factory=dict)
     samples: float = 0.0

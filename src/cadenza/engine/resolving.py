@@ -80,14 +80,13 @@ class Resolver:
         pending, plan = self.pending, self.group.plan
         pending.layout.settle()
         anchored = plan.anchored
-        late_mean = pending.late and plan.outer.plain
         spread = self.measures_drift and not anchored
         meter = Meter(self.measures_drift, plan.outer.clip is not None, plan.codec.exact)
         if anchored:
             meter.anchors = self.state.anchors
-            origins, norm2, anchor_mark = self._take_differences(late_mean, meter)
+            origins, norm2, anchor_mark = self._take_differences(meter)
         else:
-            origins, norm2, anchor_mark = self._copy_values(late_mean or spread)
+            origins, norm2, anchor_mark = self._copy_values(pending.keeps_progress or spread)
             meter.origins = origins if spread else None
         work = FlatRound(
             pending.values,
@@ -107,7 +106,7 @@ class Resolver:
         if isinstance(result, FailedRound):
             return result
         result.exchanged.raw_bytes = round(result.exchanged.raw_bytes * pending.layout.filled)
-        pending.origins, pending.inner_lrs = origins if late_mean else None, work.inner_lrs
+        pending.origins, pending.inner_lrs = origins if pending.keeps_progress else None, work.inner_lrs
         self._finish(result)
         return result
 
@@ -119,14 +118,14 @@ class Resolver:
         describe = self.pending.layout.fragment.describe
         return average_flat(work, self.group, header, problem=problem, describe=describe)
 
-    def _take_differences(self, late_mean: bool, meter: Meter) -> tuple[Sequence[torch.Tensor] | None, float, int]:
+    def _take_differences(self, meter: Meter) -> tuple[Sequence[torch.Tensor] | None, float, int]:
         """Turn the packed values into differences from the anchor.
 
         Returns:
             Copies of the values if they are needed, the squared norm of the differences, and what marks the anchor.
         """
         pending, anchors, packed = self.pending, self.state.anchors, self.pending.values
-        values = self.spare.borrow(pending.layout) if late_mean else packed
+        values = self.spare.borrow(pending.layout) if pending.keeps_progress else packed
         pending.layout.settle()  # what was borrowed may still be copied to a device
         sketch = meter.start_sketch(packed)
         marked = self.group.agrees and not self.group.alone
@@ -146,7 +145,7 @@ class Resolver:
             pending.own = [flat.clone() for flat in values]
         if outer.needs_anchor_mean:
             pending.anchor_means = [anchor.clone() for anchor in anchors]
-        return packed if late_mean else None, norm2, mark
+        return packed if pending.keeps_progress else None, norm2, mark
 
     def _copy_values(self, needed: bool) -> tuple[Sequence[torch.Tensor] | None, float, int]:
         values = self.pending.values

@@ -219,6 +219,7 @@ class RoundRunner:
             values=layout.start_packing(self._replica.spare.borrow(layout)),
             side=self._replica.side_values(layout.names, buffers=not fragment) if self._participants.atomic else None,
             alpha=0.0 if plan.outer.plain else alpha,
+            keeps_progress=bool(delay) and not restarts and (plan.outer.plain or self._strategy.keep_progress),
             restarts=restarts,
             inner_lrs=self._replica.view.inner_lrs() if plan.outer.needs_inner_lr else {},
             samples=self._state.counts.samples,

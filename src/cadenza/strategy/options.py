@@ -49,3 +49,4 @@ class StrategyOptions(CommonOptions, total=False):
     warmup_steps: int
     delay: int
     alpha: float
+    keep_progress: bool

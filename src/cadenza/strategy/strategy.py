@@ -28,6 +28,8 @@ class Strategy:
         warmup_steps: For how many steps gradients are averaged instead.
         delay: How many steps training goes on between the launch of a round and its landing, at levels that do not say.
         alpha: How much of the local value is kept when the outer update's result lands (0: none).
+        keep_progress: What was learned between launch and landing is added to an outer update's result, as it always is
+            to a plain mean; otherwise, without an alpha, it is lost.
         buffers: Which buffers are averaged, with counters taken from the maximum: by default the running statistics
             of BatchNorm and its like; all that are floating-point (True), where rounds do not land late; or none
             (False).
@@ -52,6 +54,7 @@ class Strategy:
     warmup_steps: int = 0
     delay: int = 0
     alpha: float = 0.0
+    keep_progress: bool = False
     buffers: Buffers = "statistics"
     optimizer_state: OptimizerState = "leave"
     weight: Weight = "uniform"
@@ -169,6 +172,9 @@ class Strategy:
         object.__setattr__(self, "levels", levels)
 
     def _check_choices(self) -> None:
+        for name in ("keep_progress", "balanced", "offload", "measure_drift", "average_gradients"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} is True or False; got {value!r}.")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
             raise TypeError(f"alpha is a number; got {self.alpha!r}.")
         if not 0 <= self.alpha < 1:
@@ -191,6 +197,11 @@ class Strategy:
             raise ValueError(
                 'weight is "uniform", "samples", a function without arguments or a piece of cadenza.weighting; got '
                 f"{self.weight!r}."
+            )
+        if self.alpha and self.keep_progress:
+            raise ValueError(
+                "alpha keeps a share of the local value when a result lands late, keep_progress what was learned since "
+                f"the launch: choose one of them; got alpha={self.alpha} and keep_progress=True."
             )
         if self.alpha and any(self.restarts(level) for level in range(len(self.levels))):
             raise ValueError(

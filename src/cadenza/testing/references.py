@@ -254,14 +254,19 @@ def streaming_diloco(
     momentum: float = 0.9,
     delay: int = 0,
     alpha: float = 0.0,
+    keep_progress: bool = False,
 ) -> History:
-    """DiLoCo in fragments (lists of parameters' positions) that take turns, land late, and mix with local values."""
+    """DiLoCo in fragments (lists of parameters' positions) that take turns, land late, and mix with local values.
+
+    Or, instead of mixing, they keep what each worker has learned since the launch.
+    """
     history = []
     count = len(fragments)
     turns = [(p + 1) * period // count % period for p in range(count)]
     anchors = [[workers.parameters[0][k].clone() for k in fragment] for fragment in fragments]
     outers = [Nesterov(anchor, lr, momentum) for anchor in anchors]
     flying: dict[int, tuple[int, list[torch.Tensor]]] = {}
+    origins: dict[int, list[list[torch.Tensor]]] = {}
     met_at = dict.fromkeys(range(count), 0)
 
     def launch(p: int, n: int) -> None:
@@ -270,15 +275,17 @@ def streaming_diloco(
         for place, k in enumerate(fragments[p]):
             deltas.append(mean([anchors[p][place] - tensors[k] for tensors in workers.parameters]))
         flying[p] = (n, deltas)
+        origins[p] = [[tensors[k].clone() for k in fragments[p]] for tensors in workers.parameters]
 
     def land(p: int, kept: float) -> None:
         _, deltas = flying.pop(p)
         for anchor, delta in zip(anchors[p], deltas, strict=True):
             anchor.grad = delta
         outers[p].step()
-        for tensors in workers.parameters:
+        for tensors, starts in zip(workers.parameters, origins[p], strict=True):
             for place, k in enumerate(fragments[p]):
-                tensors[k].copy_(kept * tensors[k] + (1 - kept) * anchors[p][place])
+                progress = tensors[k] - starts[place] if keep_progress else torch.zeros_like(tensors[k])
+                tensors[k].copy_(kept * tensors[k] + (1 - kept) * anchors[p][place] + progress)
 
     for n in range(1, steps + 1):
         workers.local_step(n)

@@ -94,6 +94,20 @@ PRESETS: dict[str, tuple[Strategy, Reference, bool]] = {
         ),
         False,
     ),
+    "streaming_diloco that keeps progress": (
+        cadenza.streaming_diloco(6, outer_lr=0.4, outer_momentum=0.9, layers=1, delay=5, codec=codecs.fp32()),
+        lambda w: references.streaming_diloco(
+            w, STEPS, period=6, lr=0.4, fragments=[[0, 1], [2, 3], [4, 5]], delay=5, keep_progress=True
+        ),
+        False,
+    ),
+    "late diloco that keeps progress": (
+        cadenza.diloco(4, defaults="paper", delay=2, keep_progress=True),
+        lambda w: references.streaming_diloco(
+            w, STEPS, period=4, lr=0.7, fragments=[list(range(6))], delay=2, keep_progress=True
+        ),
+        False,
+    ),
     "late local_sgd": (
         cadenza.local_sgd(4, delay=3),
         lambda w: references.late_local_sgd(w, STEPS, period=4, delay=3),

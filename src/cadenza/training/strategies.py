@@ -77,6 +77,7 @@ KEYS = {
     "defaults": 'Outer values that are not given: "measured", which suit the period, or the "paper"\'s.',
     "delay": "Steps from a round's launch to its landing, in which training goes on.",
     "density": "The share of the values that is sent.",
+    "keep_progress": "Whether a late landing keeps what was learned since the launch, instead of a share (alpha).",
     "layers": "Layers that are sent together, as one fragment.",
     "levels": 'Groups by period, from the innermost: {4 = "host", 32 = "all"}.',
     "mean_of": 'A value\'s mean is over those who sent it ("senders"), or over "all", the others counting as 0.',
