@@ -22,7 +22,7 @@ __all__ = [
     "unit_of",
 ]
 
-HEADER_BYTES = 88  # of what every member sends to every other before any values
+HEADER_BYTES = 96  # of what every member sends to every other before any values
 LANE_BYTES = 8 << 20  # of a lane between machines
 LANES = 3
 

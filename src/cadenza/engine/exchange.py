@@ -12,13 +12,14 @@ commits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from cadenza.codecs import Codec, CombiningCodec
-from cadenza.common.norms import exact_square
+from cadenza.common.norms import exact_square, norm_squared
 from cadenza.engine.cutting import in_turn, padded, pipeline, put, rows_of, sparse_messages
 from cadenza.engine.tally import Tally
 from cadenza.errors import CadenzaError, TransportError
@@ -76,6 +77,11 @@ class Residual:
         rows = [] if codec.sparse else list(rows_of(values, transport, codec))
         share = torch.zeros(sum(row for _, row in rows), dtype=values.dtype, device=values.device)
         return cls(torch.zeros_like(values), share)
+
+    @property
+    def norm(self) -> float:
+        """How much it is, at the most, of what will be sent."""
+        return math.sqrt(norm_squared(self.own)) + math.sqrt(norm_squared(self.share))
 
     def begin(self, *, atomic: bool) -> None:
         """Make ready for an exchange."""

@@ -29,7 +29,6 @@ from cadenza.transports import Transport
 __all__ = ["FlatRound", "average_flat"]
 
 _LOSSY = 4.0  # times its norm may be what a codec makes of a contribution
-_FED_BACK = 1e3  # where what was lost in earlier rounds is added
 _TINY = 1e-20
 
 
@@ -134,9 +133,10 @@ def _exchange(work: FlatRound, group: LevelGroup, header: Header, result: RoundR
 def _check_result(work: FlatRound, result: RoundResult) -> None:
     """Refuse a mean that cannot be that of what the headers tell: it was damaged on its way, or a member lied."""
     norm = math.sqrt(norm_squared(*work.values))
-    told = sum(abs(w) * math.sqrt(h.norm2) for w, h in zip(result.weights, result.headers, strict=True))
-    times = _FED_BACK if work.residuals else _LOSSY
-    if not norm <= times * told + _TINY:
+    # A value of a sparse codec counts as much as those count that have sent it, who may be one.
+    weights = [1.0] * len(result.headers) if any(codec.sparse for codec in work.codecs) else map(abs, result.weights)
+    told = sum(w * math.sqrt(h.norm2) + h.fed_back for w, h in zip(weights, result.headers, strict=True))
+    if not norm <= _LOSSY * told + _TINY:
         raise TransportError(f"The mean has a norm of {norm:.3g}, where contributions have {told:.3g}: it is damaged.")
 
 

@@ -17,7 +17,7 @@ from cadenza.errors import DisagreementError
 
 __all__ = ["HEADER_BYTES", "Header", "Stance", "disagreement", "mark"]
 
-_LAYOUT = struct.Struct("<4s????q16sdddIIQdd")
+_LAYOUT = struct.Struct("<4s????q16sdddIIQddd")
 _MAGIC = b"CDZ1"
 
 
@@ -27,8 +27,9 @@ class Header:
 
     `lr_mark` tells apart members whose inner learning rates differ, where the outer update uses them. `anchor` is the
     checksum of the anchor from which its differences are taken, where that must be the same bits on all members, and 0
-    elsewhere. `step_s` and `stall_s` are what a member has measured of its steps and of its last round, where a
-    schedule or a codec follows them.
+    elsewhere. `fed_back` is the norm of what earlier rounds have lost and this one sends, where it may fail. `step_s`
+    and `stall_s` are what a member has measured of its steps and of its last round, where a schedule or a codec follows
+    them.
 
     >>> header = Header(step=7, digest=bytes(16), able=True, weight=2.0)
     >>> Header.unpack(header.pack()) == header
@@ -49,6 +50,7 @@ class Header:
     anchor: int = 0
     step_s: float = 0.0
     stall_s: float = 0.0
+    fed_back: float = 0.0
 
     @property
     def intent(self) -> tuple[int, bytes, bool, bool]:
@@ -72,6 +74,7 @@ class Header:
             self.anchor,
             self.step_s,
             self.stall_s,
+            self.fed_back,
         )
 
     @classmethod
@@ -82,8 +85,8 @@ class Header:
                 "A member of this group sent something that is no Cadenza header: is every rank running the same "
                 "version of Cadenza, and is every rank averaging at this point of the program?"
             )
-        weight, norm2, speed, steps, lr_mark, anchor, *times = figures
-        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark, anchor, *times)
+        weight, norm2, speed, steps, lr_mark, anchor, *more = figures
+        return cls(step, digest, able, atomic, exhausted, weight, norm2, speed, steps, faulty, lr_mark, anchor, *more)
 
 
 def mark(digest: bytes, level: int, fragment: int) -> bytes:

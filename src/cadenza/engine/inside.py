@@ -30,9 +30,10 @@ def header_of_replica(header: Header, problem: str | None, island: Island) -> tu
     """
     if island.size == 1:
         return header, problem
-    mine = [header.norm2, header.weight, header.exhausted, header.step_s, header.stall_s, header.anchor, problem]
+    figures = [header.norm2, header.weight, header.exhausted, header.step_s, header.stall_s, header.anchor]
+    mine = [*figures, header.fed_back, problem]
     told = [json.loads(word) for word in island.rounds.exchange(json.dumps(mine))]
-    norms, weights, exhausted, steps_s, stalls_s, anchors, problems = zip(*told, strict=True)
+    norms, weights, exhausted, steps_s, stalls_s, anchors, fed_back, problems = zip(*told, strict=True)
     header = replace(
         header,
         norm2=math.fsum(norms) if island.sharded else norms[0],
@@ -41,6 +42,7 @@ def header_of_replica(header: Header, problem: str | None, island: Island) -> tu
         step_s=max(steps_s),
         stall_s=max(stalls_s),
         anchor=header.anchor if island.sharded else _one_mark(anchors),
+        fed_back=math.fsum(fed_back),
     )
     return header, next((one for one in problems if one is not None), None)
 

@@ -100,6 +100,8 @@ class Resolver:
             more=pending.side.exchange if pending.side is not None else None,
         )
         header = replace(self.header, norm2=norm2, atomic=self.participants.atomic, anchor=anchor_mark)
+        if header.atomic and work.residuals:
+            header = replace(header, fed_back=sum(residual.norm for residual in work.residuals))
         if plan.outer.needs_inner_lr:
             header = replace(header, lr_mark=work.lr_mark)
         result = self.participants.agree(pending.id, lambda: self._exchange(work, header))

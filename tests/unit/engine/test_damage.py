@@ -90,6 +90,7 @@ def train(worker: Worker, model: torch.nn.Module, codec: Any, way: str) -> tuple
         (cadenza.codecs.int8(), "scattered"),
         (cadenza.codecs.int8(), "gathered"),
         (cadenza.codecs.topk(0.1), "gathered"),
+        (cadenza.codecs.error_feedback(cadenza.codecs.e3m0()), "scattered"),
         (cadenza.codecs.fp32(), "land"),
     ],
 )
@@ -100,6 +101,31 @@ def test_a_damaged_round_is_not_committed_and_the_next_one_is(model: torch.nn.Mo
         assert kinds == ["round", "failed", "round", "round"]
     assert "damaged" in found[0][1][1]
     assert all(torch.equal(found[0][2], values) for _, _, values in found)
+
+
+def stand_still(worker: Worker, model: torch.nn.Module, codec: Any) -> list[str]:
+    """Train for a round, then learn nothing more, so that only what was lost before is left to be sent."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = cadenza.diloco(2, outer_lr=0.5, codec=codec, faults=cadenza.shrink(grace_s=20.0, first_s=60.0))
+    told: list[cadenza.RoundReport] = []
+    membership = worker.membership(lease_s=2.0)
+    sync = cadenza.attach(model, optimizer, strategy, membership=membership, observers=[told.append])
+    for step in range(8):
+        model(torch.randn(4, 64, generator=worker.generator)).square().mean().backward()
+        optimizer.param_groups[0]["lr"] = 0.01 if step < 2 else 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+    sync.finish()
+    return [f"{t.kind} {t.reason}".strip() for t in told]
+
+
+@pytest.mark.parametrize("codec", [cadenza.codecs.e3m0(), cadenza.codecs.topk(0.1)], ids=["e3m0", "topk"])
+def test_what_was_lost_before_is_no_damage_when_it_is_all_that_is_sent(model: torch.nn.Module, codec: Any) -> None:
+    with workers(3, timeout_s=120.0) as pool:
+        found = pool.run(stand_still, model, cadenza.codecs.error_feedback(codec))
+    assert found == [["round"] * 4] * 3
 
 
 def test_half_of_the_workers_cannot_pull_the_median() -> None:

@@ -21,14 +21,14 @@ DIGEST = bytes(range(16))
 
 @given(st.integers(-(2**63), 2**63 - 1), st.binary(min_size=16, max_size=16), st.booleans())
 @settings(deadline=None, derandomize=True)
-def test_a_header_survives_the_wire_in_88_bytes(step: int, digest: bytes, able: bool) -> None:
+def test_a_header_survives_the_wire_in_96_bytes(step: int, digest: bytes, able: bool) -> None:
     header = Header(step, digest, able)
     data = header.pack()
-    assert len(data) == HEADER_BYTES == 88
+    assert len(data) == HEADER_BYTES == 96
     assert Header.unpack(data) == header
 
 
-@pytest.mark.parametrize("data", [bytes(88), b"\xff" * 88, b"CDZ0" + Header(1, DIGEST, True).pack()[4:]])
+@pytest.mark.parametrize("data", [bytes(96), b"\xff" * 96, b"CDZ0" + Header(1, DIGEST, True).pack()[4:]])
 def test_what_is_no_header_is_refused_with_the_likely_reason(data: bytes) -> None:
     with pytest.raises(DisagreementError, match=r"no Cadenza header.*same version"):
         Header.unpack(data)
