@@ -136,6 +136,8 @@ def _check_result(work: FlatRound, result: RoundResult) -> None:
     norm = math.sqrt(norm_squared(*work.values))
     told = sum(abs(w) * math.sqrt(h.norm2) for w, h in zip(result.weights, result.headers, strict=True))
     times = _FED_BACK if work.residuals else _LOSSY
+    # What was lost before is sent as well; where nobody has moved since, it is all that is. Members owe much alike.
+    told += math.sqrt(norm_squared(*(lost for one in work.residuals or () for lost in (one.own, one.share))))
     if not norm <= times * told + _TINY:
         raise TransportError(f"The mean has a norm of {norm:.3g}, where contributions have {told:.3g}: it is damaged.")
 
