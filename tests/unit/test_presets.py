@@ -80,6 +80,11 @@ def test_an_explicit_outer_value_wins_and_the_other_one_suits_it() -> None:
     assert level(cadenza.diloco(30, outer_momentum=0.5, defaults="paper")).outer == nesterov(lr=0.7, momentum=0.5)
 
 
+def test_a_large_momentum_has_a_small_rate_and_not_none() -> None:
+    assert level(cadenza.diloco(8, outer_momentum=0.99)).outer.lr == 0.025
+    assert level(cadenza.diloco(8, outer_momentum=0.999)).outer.lr == 0.0025
+
+
 @pytest.mark.parametrize("period", ["auto", cadenza.changing({1: 8, 100: 64})], ids=["auto", "changing"])
 def test_where_the_period_is_not_known_beforehand_the_outer_step_is_the_papers(period: Any) -> None:
     assert level(cadenza.diloco(period)).outer == nesterov(lr=0.7, momentum=0.9)

@@ -17,7 +17,7 @@ from cadenza.engine.optimizers import plain_optimizers
 from cadenza.engine.preflight import compare
 from cadenza.engine.surprises import warn_of_surprises
 from cadenza.engine.synchronizer import Synchronizer
-from cadenza.errors import DisagreementError
+from cadenza.errors import DisagreementError, NotInitializedError
 from cadenza.observers import Observer
 from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
@@ -119,6 +119,11 @@ def _fixed(
 def _elastic(
     view: ModelView, strategy: Strategy, membership: Membership | None, *, given: Mapping[str, object]
 ) -> Participants:
+    if membership is not None and membership.closed:
+        raise NotInitializedError(
+            "This membership has ended, with the synchronizer that it was for: pass a new one, membership="
+            "cadenza.join(…), under another name of the job (CADENZA_JOB, or join(job=…)) if that one has finished."
+        )
     island = membership.island if membership is not None else Island()
     replica = island.ranks if island.size > 1 else ()
     view.refuse_what_cannot_work(strategy, replica=replica)

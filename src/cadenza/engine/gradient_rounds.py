@@ -81,6 +81,10 @@ class GradientRounds:
             tried, failed = round, self.come_to(round, of, idle=idle)
             if self._state.clock >= self._steps:
                 return
+            if failed is None and tried.phase >= _ALIKE:  # the others end here, and so does this step: it is theirs
+                self._state.clock = tried.step - 1
+                self._mean = _Mean(tried.step, tried.phase // _ATTEMPTS, None)
+                continue
             round = self._name(self._state.clock + 1, call * _ATTEMPTS) if failed is None else self._again(tried)
         else:
             return
@@ -142,9 +146,11 @@ class GradientRounds:
 
     # ---- one round -------------------------------------------------------------------------------------------------
 
-    def _hold(self, round: RoundId, digest: str, exchange: Callable[[], Result]) -> Result | FailedRound:
-        """Come together, let those who are behind catch up, exchange, and agree."""
-        found = self._participants.admit(round, digest)
+    def _hold(
+        self, round: RoundId, digest: str, exchange: Callable[[], Result], *, last: bool = False
+    ) -> Result | FailedRound:
+        """Come together, let those who are behind catch up, exchange, and agree; to the last one all are awaited."""
+        found = self._participants.admit(round, digest, last=last)
         if isinstance(found, Admission):
             found = self._participants.catch_up(self._replica) or found
         if isinstance(found, FailedRound):
@@ -166,7 +172,7 @@ class GradientRounds:
             side.exchange(transport, [1.0] * len(transport.members))
             return values, side
 
-        found = self._hold(round, layout.fragment.digest.hex(), exchange)
+        found = self._hold(round, layout.fragment.digest.hex(), exchange, last=True)
         if isinstance(found, FailedRound):
             return found
         values, side = found

@@ -40,4 +40,4 @@ class OuterInputs:
         """Return the keywords of an update of a part of a strip."""
         given = {"own": self.own, "now": self.now, "anchor_mean": self.anchor_means}
         told: dict[str, Any] = {name: flats[strip][where] for name, flats in given.items() if flats}
-        return {**told, "members": self.members} if self.own else told
+        return {**told, "members": self.members}

@@ -37,7 +37,8 @@ class FaultPolicy(Protocol):
     def suffices(self, here: Set[int], last: Set[int], weights: Mapping[int, float]) -> bool:
         """Say whether a round goes on without those who are late, once these are here.
 
-        `weights` says what each of them counted in the last round; it is empty where all counted alike.
+        `weights` says what each of them counted in the last round; it is empty where all counted alike. For the last
+        round of a run, and that after a warm-up, it is not asked: all are awaited.
         """
         ...
 

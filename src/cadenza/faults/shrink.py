@@ -92,9 +92,9 @@ def shrink(
         commit_at: Once so many workers have come, or those who had this share of the last round's weight (of its
             workers, where all count alike), a round does not wait for the others: they come to the next one, which
             waits for them, with what they have done; in the first rounds of a run they may miss several, and to the
-            last one all are awaited. A round waits for a fiftieth of a period even so, for who is a moment late. None
-            waits for all of them; 1, with ``quorum=0.0``, for nobody but those who were left out (Decoupled DiLoCo): a
-            round that only workers have seen that died is lost then.
+            last one, as to that after a warm-up, all are awaited. A round waits for a fiftieth of a period even so, for
+            who is a moment late. None waits for all of them; 1, with ``quorum=0.0``, for nobody but those who were left
+            out (Decoupled DiLoCo): a round that only workers have seen that died is lost then.
         grace_s: How long a round waits, at most, for a worker that is alive but late; less once it is known how late
             workers usually are.
         factor: How many times the usual duration of a transfer is not yet a failure.

@@ -72,6 +72,6 @@ class Outer(Protocol):
             inner_lr: The inner optimizer's learning rate, where `needs_inner_lr`.
             own: The difference that this worker has sent, where `needs_own`; not to be changed.
             now: This worker's difference at the landing, where `needs_own`: another one if the round lands late.
-            members: How many workers the mean is of, where `needs_own`.
+            members: How many workers have held the round: the same number on all of them.
             anchor_mean: The mean of the members' anchors, where `needs_anchor_mean`; not to be changed.
         """

@@ -32,7 +32,7 @@ class Sgd:
     nesterov: bool = False
     clip: float | None = None
     schedule: Factor | None = field(default=None, metadata=PROBED_ROUNDS)
-    rises_beyond: int | None = None
+    rises_beyond: int | None = field(default=None, metadata={"added": "states were saved before it was there"})
     plain: ClassVar[bool] = False
     needs_inner_lr: ClassVar[bool] = False
     needs_own: ClassVar[bool] = False

@@ -47,7 +47,7 @@ def suited(period: int, *, momentum: float | None = None) -> Suited:
     if momentum is None:
         momentum = _MOMENTUM if steps <= _LONG else _LONG_MOMENTUM
     left = 1 - as_fraction("momentum", momentum)
-    lr = min(_MOST, round(_WORTH * (steps / _AT) ** _POWER * left, 2))
+    lr = min(_MOST, float(f"{_WORTH * (steps / _AT) ** _POWER * left:.2g}"))
     return Suited(lr, momentum, _FEW if steps <= _LONG else None)
 
 

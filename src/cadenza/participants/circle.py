@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,7 @@ class Circle:
         arrival, began = self._arrival(round, digest, settled), time.time()
         try:
             roster = self._island.loop.tell(
-                lambda: self._roster_of(round, arrival, policy, patience_s, elsewhere),
+                lambda: self._roster_of(round, arrival, policy, patience_s, elsewhere, last=last),
                 Roster.pack,
                 lambda text: Roster.unpack(text, self._roster),
             )
@@ -167,7 +168,14 @@ class Circle:
         return Admission(catching_up=bool(roster.behind), settled=roster.settled)
 
     def _roster_of(
-        self, round: RoundId, me: Arrival, policy: FaultPolicy, patience_s: float, elsewhere: Callable[[], bool]
+        self,
+        round: RoundId,
+        me: Arrival,
+        policy: FaultPolicy,
+        patience_s: float,
+        elsewhere: Callable[[], bool],
+        *,
+        last: bool,
     ) -> Roster:
         membership = self.membership
         if not membership.heartbeat.connected:
@@ -186,7 +194,8 @@ class Circle:
         )
         workers = membership.workers if self.scope.outermost else 0  # all start together
         try:
-            return assembly.hold(policy, workers=workers, patience_s=patience_s, linger_s=self._linger_s())
+            linger_s = math.inf if last else self._linger_s()  # whatever a policy of one's own says of who suffices
+            return assembly.hold(policy, workers=workers, patience_s=patience_s, linger_s=linger_s)
         except RoundNotHeldError as error:
             self._refuse_for_long(error)
             raise

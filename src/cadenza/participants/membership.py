@@ -48,6 +48,7 @@ class Membership:
         site: Where this worker is, as it was given.
         accepts_rollback: Whether rounds that nobody who is left has seen may be given up.
         island: The ranks that are this worker: one, or those of a replica.
+        closed: Whether it has signed off.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Membership:
         site: str = "",
         island: Island | None = None,
     ) -> None:
-        self.accepts_rollback, self.site = accepts_rollback, site
+        self.accepts_rollback, self.site, self.closed = accepts_rollback, site, False
         self.worker, self.workers, self.job = worker, workers, job
         self.signer = Signer(job, secret=secret)
         self._address = address
@@ -103,6 +104,7 @@ class Membership:
 
     def close(self) -> None:
         """Sign off: the others do not wait for this worker any more."""
+        self.closed = True
         self.heartbeat.close()
         self.island.close()
 

@@ -163,6 +163,9 @@ def test_a_field_that_was_added_is_told_only_where_it_is_set() -> None:
     plain, other = identity(LevelPlan(16)), identity(LevelPlan(16, through_host=True))
     assert set(other) - set(plain) == {"strategy.through_host: True"}
     assert not set(plain) - set(other)
+    plain, other = identity(outer.nesterov()), identity(outer.nesterov(rises_beyond=4))
+    assert set(other) - set(plain) == {"strategy.rises_beyond: 4"}
+    assert not set(plain) - set(other), "a state that was saved before is that of an outer step without it"
 
 
 def test_floats_that_differ_in_the_last_bit_differ() -> None:

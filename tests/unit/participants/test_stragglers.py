@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 import torch
 
 import cadenza
-from cadenza.faults import FaultPolicy
+from cadenza.faults import FaultPolicy, Patience, Poison
 from cadenza.participants.assembly import obeyed
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError
 from cadenza.participants.roster_log import RosterLog
@@ -73,6 +75,60 @@ def test_the_last_round_waits_for_all_also_where_one_worker_is_enough() -> None:
     with workers(3, timeout_s=120.0) as pool:
         results = pool.run(train, torch.nn.Linear(8, 4), faults, 2, 0.4)
     assert all(torch.equal(values, results[0][1]) for _, values in results)
+
+
+@dataclass(frozen=True)
+class Hasty:
+    """A policy of one's own for which one worker is enough."""
+
+    patience: Patience = field(default=Patience(20.0), metadata={"local": "each may wait as long as it likes"})
+    poison: Poison = field(default=Poison())
+    name = "hasty"
+    tolerant = True
+
+    def enough(self, here: Set[int], last: Set[int]) -> bool:
+        return len(here) >= 1
+
+    def suffices(self, here: Set[int], last: Set[int], weights: Mapping[int, float]) -> bool:
+        return True
+
+
+def end_one_by_one(worker: Worker, strategy: cadenza.Strategy, steps: int, late_at: int) -> dict[str, torch.Tensor]:
+    """Train, with worker 2 late at a step, and come to the end one after the other."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sync = cadenza.attach(model, optimizer, strategy, membership=worker.membership(lease_s=2.0))
+    while sync.clock < steps:
+        time.sleep(0.7 if (worker.rank, sync.clock) == (2, late_at) else 0.01)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=worker.generator)).square().sum().backward()
+        sync.average_gradients()
+        optimizer.step()
+        sync.step()
+    time.sleep(0.4 * worker.rank)
+    sync.finish()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_alike(results: list[dict[str, torch.Tensor]]) -> None:
+    for other in results:
+        assert [name for name, value in other.items() if not torch.equal(value, results[0][name])] == []
+
+
+def test_the_last_round_waits_for_all_also_under_a_policy_of_ones_own() -> None:
+    with workers(3, timeout_s=120.0) as pool:
+        assert_alike(pool.run(end_one_by_one, cadenza.diloco(5, outer_lr=0.7, faults=Hasty()), 12, 3))
+
+
+@pytest.mark.parametrize("late_at", [3, 11], ids=["late before", "late in the last step"])
+@pytest.mark.parametrize("warm", [12, 24], ids=["at its end", "within it"])
+def test_a_run_that_ends_in_its_warm_up_waits_for_all(warm: int, late_at: int) -> None:
+    """Who is called to the end from a step of its own has no step to take any more."""
+    faults = cadenza.shrink(commit_at=1, quorum=0.0, grace_s=20.0, first_s=60.0)
+    strategy = cadenza.diloco(5, outer_lr=0.7, faults=faults, warmup_steps=warm)
+    with workers(3, timeout_s=120.0) as pool:
+        assert_alike(pool.run(end_one_by_one, strategy, 12, late_at))
 
 
 def test_a_worker_that_is_often_late_is_worth_one_warning(caplog: pytest.LogCaptureFixture) -> None:
