@@ -79,12 +79,12 @@ class GradientRounds:
             if round is None or round.step > self._steps:
                 break
             tried, failed = round, self.come_to(round, of, idle=idle)
-            if self._state.clock >= self._steps:
-                return
             if failed is None and tried.phase >= _ALIKE:  # the others end here, and so does this step: it is theirs
                 self._state.clock = tried.step - 1
                 self._mean = _Mean(tried.step, tried.phase // _ATTEMPTS, None)
                 continue
+            if self._state.clock >= self._steps:
+                return
             round = self._name(self._state.clock + 1, call * _ATTEMPTS) if failed is None else self._again(tried)
         else:
             return
@@ -140,7 +140,7 @@ class GradientRounds:
         for phase in range(first, first + _ATTEMPTS):
             if self._make_alike(self._name(clock, phase)) is None:
                 return True
-            if self._participants.behind:
+            if self._participants.over:
                 break
         return False
 

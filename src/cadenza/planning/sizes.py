@@ -48,7 +48,7 @@ def exchange_traffic(numel: int, members: int, codec: Codec, cluster: Cluster, *
     >>> from cadenza.codecs import fp32
     >>> from cadenza.planning import Cluster, Link
     >>> exchange_traffic(1000, 4, fp32(), Cluster(4, Link(1e9), 0.1)).sent
-    6264
+    6288
     """
     if members < 2 or not numel:
         return Traffic(0)

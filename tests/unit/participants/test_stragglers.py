@@ -98,7 +98,7 @@ def end_one_by_one(worker: Worker, strategy: cadenza.Strategy, steps: int, late_
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = cadenza.attach(model, optimizer, strategy, membership=worker.membership(lease_s=2.0))
+    sync = cadenza.attach(model, optimizer, strategy, membership=worker.membership(lease_s=10.0))
     while sync.clock < steps:
         time.sleep(0.7 if (worker.rank, sync.clock) == (2, late_at) else 0.01)
         optimizer.zero_grad()
