@@ -218,34 +218,26 @@ def _late(of: str, size: str) -> tuple[Variant, ...]:
     )
 
 
-def _candidates(of: str, steps: int, seeds: Sequence[int]) -> tuple[Variant, ...]:
-    """Return what might bring workers that meet seldom nearer to DDP, each alone."""
-    rounds, size = steps // 30, "" if of == _FOUR else " 35k"
-    return (
-        Variant(f"moments averaged{size}", of, strategy={"optimizer_state": "average"}, seeds=seeds),
-        Variant(f"gradients averaged in the first tenth{size}", of, strategy={"warmup_steps": 900}, seeds=seeds),
-        Variant(
-            f"period from 8 to 60{size}",
-            of,
-            strategy={"period": {"1": 8, str(steps // 9): 30, str(2 * steps // 3): 60}},
-            seeds=seeds,
-        ),
-        Variant(
-            f"outer rate rises over a fifth of the rounds{size}",
-            of,
-            strategy={"outer_factors": {"0": 0.3, str(rounds // 15): 0.6, str(rounds // 5): 1.0}},
-            seeds=seeds,
-        ),
-        Variant(
-            f"outer rate halved in the last fifth of the rounds{size}",
-            of,
-            strategy={"outer_factors": {str(4 * rounds // 5): 0.5}},
-            seeds=seeds,
-        ),
-        Variant(f"no weight decay{size}", of, {"decay": 0.0}, seeds=seeds),
-        Variant(f"weight decay times 4{size}", of, {"decay": 4.0}, seeds=seeds),
-        Variant(f"beta2 0.999{size}", of, {"betas": (0.9, 0.999)}, seeds=seeds),
-    )
+def _candidates() -> dict[str, Variant]:
+    """Return what might bring workers that meet seldom nearer to DDP, each alone, on the smallest model."""
+    return {
+        name: Variant(f"{name} 35k", _FOUR_SMALL, change, strategy)
+        for name, change, strategy in (
+            ("moments averaged", {}, {"optimizer_state": "average"}),
+            ("gradients averaged in the first tenth", {}, {"warmup_steps": 900}),
+            ("period from 8 to 60", {}, {"period": {"1": 8, "1024": 30, "6144": 60}}),
+            ("outer rate rises over a fifth of the rounds", {}, {"outer_factors": {"0": 0.3, "20": 0.6, "61": 1.0}}),
+            ("outer rate halved in the last fifth of the rounds", {}, {"outer_factors": {"245": 0.5}}),
+            ("no weight decay", {"decay": 0.0}, {}),
+            ("weight decay times 4", {"decay": 4.0}, {}),
+            ("beta2 0.999", {"betas": (0.9, 0.999)}, {}),
+        )
+    }
+
+
+def _confirmed(name: str) -> Variant:
+    """Return a candidate that helped on the smallest model, on the usual one."""
+    return replace(_candidates()[name], name=name, of=_FOUR)
 
 
 # The bars first, with the default task for its recipes, then the smallest model: other periods and numbers of workers,
@@ -261,6 +253,8 @@ QUEUE: tuple[Study | Variant, ...] = (
     _default_task("diloco", period=16, start={"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.6}),
     _ddp(inner="muon", lr=1.6e-2),
     _method("muloco", 4, inner="muon", start={**_START, "lr": 1.6e-2}),
+    _confirmed("moments averaged"),
+    _confirmed("outer rate halved in the last fifth of the rounds"),
     *_late(_FOUR, ""),
     Variant("muloco, 4 bits with feedback", _MULOCO, strategy={"codec": "e3m0+feedback"}),
     _ddp("35k", tokens=_SMALL_TOKENS, batch=4),
@@ -276,7 +270,7 @@ QUEUE: tuple[Study | Variant, ...] = (
     Variant("int8 with feedback 35k", _FOUR_SMALL, strategy={"codec": "int8+feedback"}),
     Variant("4 bits with feedback 35k", _FOUR_SMALL, strategy={"codec": "e3m0+feedback"}),
     _small("local_sgd"),
-    *_candidates(_FOUR_SMALL, 9216, SEEDS),
+    *_candidates().values(),
     _small("slowmo", start={"lr": 8e-3, "beta": 0.6}),
     _small("sparse_loco", start={"lr": 8e-3, "outer_lr": 1.0}),
     _small("hierarchical", 4, None, strategy={"levels": {"8": 2, "30": "all"}}),
@@ -286,7 +280,6 @@ QUEUE: tuple[Study | Variant, ...] = (
     *(_small("diloco", workers, start=_OUTER, after=_FOUR_SMALL) for workers in (2, 1)),
     Variant("ddp, beta2 0.999 35k", "ddp 35k", {"betas": (0.9, 0.999)}),
     Variant("ddp, weight decay times 4 35k", "ddp 35k", {"decay": 4.0}),
-    *_candidates(_FOUR, 9216, (TUNING_SEED,)),
     _default_task("local_sgd", period=16, start={"lr": 1.6e-2}),
     _method("diloco", 8, start={**_START, "batch": 1}, after=_FOUR),
     _method("diloco", 4, 8, start=_START, after=_FOUR),

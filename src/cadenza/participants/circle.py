@@ -160,7 +160,8 @@ class Circle:
         if not roster.absent:
             self._waits.append(time.time() - began)
         self._log.write(roster, round, last=self.history.last)
-        self.membership.heartbeat.note_prepared(dict(zip(roster.members, roster.incarnations, strict=True)))
+        processes = zip(roster.incarnations, roster.sites, strict=True)
+        self.membership.heartbeat.note_met(dict(zip(roster.members, processes, strict=True)))
         try:
             self._island.loop.agree(lambda: self._form(roster, round))
         except CadenzaError as error:

@@ -132,10 +132,16 @@ class Heartbeat:
         with self._lock:
             return {w for w, heard in self._heard.items() if self._is_silent(heard) or self._is_preparing(w, heard)}
 
-    def note_prepared(self, processes: Mapping[int, str]) -> None:
-        """Know that processes, by worker, have come to a round, whatever their last beat said."""
+    def note_met(self, workers: Mapping[int, tuple[str, str]]) -> None:
+        """Know that workers have come to a round, each by its process and where it is, whatever their beats said.
+
+        Rounds may be quicker than beats: who stood on a roster is known from then on, heard or not.
+        """
         with self._lock:
-            self._prepared.update(processes)
+            for worker, (incarnation, site) in workers.items():
+                self._prepared[worker] = incarnation
+                if incarnation and worker != self.worker and worker not in self._heard:
+                    self._heard[worker] = Heard(Beat(worker, incarnation, started=0, site=site))
 
     def _is_preparing(self, worker: int, heard: Heard) -> bool:
         return heard.last.preparing and self._prepared.get(worker) != heard.last.incarnation

@@ -60,6 +60,28 @@ def test_what_is_heard_of_an_earlier_process_says_nothing_of_the_present_one(sto
     second.close()
 
 
+def test_who_was_met_in_a_round_is_known_before_it_is_heard_and_given_up_like_others(store: int) -> None:
+    """Rounds may be quicker than beats: a last one that waits for all must not miss whom it has met."""
+    alone = join(f"127.0.0.1:{store}", worker=0, workers=2, lease_s=0.3)
+    alone.heartbeat.note_met({0: (alone.heartbeat.incarnation, ""), 1: ("a process that never beats", "eu/a")})
+    assert alone.heartbeat.known() == {0, 1}
+    assert alone.heartbeat.sites()[1] == "eu/a"
+    until(lambda: alone.heartbeat.silent() == {1})
+    alone.close()
+
+
+def test_who_was_met_before_it_was_heard_is_heard_by_its_next_beat(store: int) -> None:
+    first, second = (join(f"127.0.0.1:{store}", worker=i, workers=2, lease_s=LONG_S) for i in range(2))
+    first.heartbeat.note_met({1: (second.heartbeat.incarnation, "")})
+    assert first.heartbeat.is_current(1, second.heartbeat.incarnation)
+    first.heartbeat._tick()
+    assert first.heartbeat._heard[1].last.started
+    second.close()
+    first.heartbeat._tick()
+    assert first.heartbeat.gone() == {1}
+    first.close()
+
+
 def test_without_life_lines_there_is_the_lease(store: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no port is left")
