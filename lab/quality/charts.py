@@ -35,9 +35,8 @@ def draw(records: Records, folder: Path) -> Iterator[Path]:
         figure, axes = pyplot.subplots(figsize=(5.2, 3.4))
         if drawn(axes, records):
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False, fontsize=7)
-            figure.tight_layout()
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            _explain(axes)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
             yield folder / f"{name}.svg"
         pyplot.close(figure)
 
@@ -99,21 +98,29 @@ def by_batch(axes: Any, records: Records) -> bool:
 
 def by_bytes(axes: Any, records: Records) -> bool:
     """Draw the final loss of every method with four workers by what a worker has sent, on the smallest model."""
-    drawn = False
-    for entry in QUEUE:
-        final = final_of(entry, records)
-        if final is None or final.setting.workers != 4 or final.setting.size != "35k" or not _is_method(entry):
-            continue
-        marker = "o" if isinstance(entry, Study) else "s"
-        name = entry.name.removesuffix(" 35k").replace(" 4 workers period 30", "").replace(" 4 workers", "")
-        axes.errorbar(final.bytes_sent / 1e6, final.mean, yerr=final.spread, fmt=marker, capsize=3, label=name)
-        drawn = True
+    finals = [
+        (final, entry.name.removesuffix(" 35k").replace(" 4 workers period 30", "").replace(" 4 workers", ""))
+        for entry in QUEUE
+        if (final := final_of(entry, records)) is not None
+        and (final.setting.workers, final.setting.size) == (4, "35k")
+        and _is_method(entry)
+    ]
+    for number, (final, name) in enumerate(sorted(finals, key=lambda found: -found[0].mean)):  # as they lie
+        look = {"fmt": "os^Dv"[number % 5], "color": f"C{number % 10}", "capsize": 3}
+        axes.errorbar(final.bytes_sent / 1e6, final.mean, yerr=final.spread, label=name, **look)
     baseline = final_of(find("ddp 35k"), records)
     if baseline is not None:
         axes.axhline(baseline.mean, color=DDP, lw=1, label="ddp")
     _along(axes, "MB that a worker has sent", (2, 5, 10, 20, 50, 100, 200, 500))
     axes.set_ylabel("loss, nats")
-    return drawn
+    return bool(finals)
+
+
+def _explain(axes: Any) -> None:
+    """Say what is what: inside the picture, or beside it where that is much."""
+    beside = len(axes.get_legend_handles_labels()[0]) > 8
+    where = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} if beside else {}
+    axes.legend(frameon=False, fontsize=7, **where)
 
 
 def _along(axes: Any, label: str, ticks: Sequence[int]) -> None:
