@@ -37,7 +37,11 @@ def new_model(shape: Shape, *, seed: int, qk_norm: bool) -> GPT:
 
 
 class Stack:
-    """The workers' models: `values` has a row for each, `modules` are views of the rows, their gradients too."""
+    """The workers' models: `values` has a row for each, `modules` are views of the rows, their gradients too.
+
+    Losses are differentiated by `leaves`, the same values cut into parameters: the gradient of a cut would be one more
+    pass over all rows for every piece.
+    """
 
     def __init__(self, model: GPT, shape: Shape, workers: int) -> None:
         self.shape = shape
@@ -48,15 +52,21 @@ class Stack:
         self.values = row.repeat(workers, 1).requires_grad_()
         self.gradients = self.values.grad = torch.zeros_like(self.values)
         self.modules = [self._view(model, worker) for worker in range(workers)]
+        self.leaves = {name: part.requires_grad_() for name, part in self.parts(self.values.detach()).items()}
 
     def parts(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return each parameter's part of a flat tensor (workers, values), in its shape."""
         cut = flat.split(self._sizes, dim=1)
         return {n: v.view(len(flat), *s) for n, s, v in zip(self.names, self._shapes, cut, strict=True)}
 
-    def losses(self, values: torch.Tensor, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def losses(self, parts: dict[str, torch.Tensor], given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of each worker, of (workers, batch, context) bytes."""
-        return _losses(self.parts(values), given, wanted, self.shape)
+        return _losses(parts, given, wanted, self.shape)
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Put the gradients of the workers' losses into `gradients`."""
+        found = torch.autograd.grad(losses.sum(), list(self.leaves.values()))
+        torch._foreach_copy_(list(self.parts(self.gradients).values()), list(found))
 
     def _view(self, model: GPT, worker: int) -> GPT:
         module = copy.deepcopy(model)

@@ -189,6 +189,15 @@ def _small(method: str, workers: int = 4, period: int | None = 30, **more: Any) 
     return _method(method, workers, period, size="35k", held=("batch",), start=start, tokens=_SMALL_TOKENS, **more)
 
 
+def _larger(size: str, *, held: Sequence[str]) -> tuple[Study, Study]:
+    """Return DDP and DiLoCo's four workers on a larger model, which has few tokens for its size."""
+    start = {**_OUTER, "lr": 4e-3, "batch": 1}
+    return (
+        _ddp(size, tokens=_SMALL_TOKENS, lr=2e-3, batch=4),
+        _method("diloco", 4, size=size, start=start, held=held, tokens=_SMALL_TOKENS),
+    )
+
+
 def _streaming() -> Iterator[Variant]:
     """Yield what tells apart where streaming loses: by its codec, its delay, its turns, what it keeps at a landing."""
     nothing: dict[str, Any] = {"alpha": 0.0}
@@ -284,8 +293,8 @@ QUEUE: tuple[Study | Variant, ...] = (
     _method("diloco", 8, start={**_START, "batch": 1}, after=_FOUR),
     _method("diloco", 4, 8, start=_START, after=_FOUR),
     _method("diloco", 4, 100, start=_START, after=_FOUR),
-    _ddp("830k", tokens=_SMALL_TOKENS, lr=4e-3, batch=4),
-    _method("diloco", 4, size="830k", start={**_OUTER, "batch": 1, "lr": 4e-3}, held=("batch",), tokens=_SMALL_TOKENS),
+    *_larger("3.3M", held=("batch", "outer_lr", "outer_momentum")),
+    *_larger("830k", held=("batch",)),
 )
 
 

@@ -31,7 +31,7 @@ from cadenza.training.strategies import build_strategy
 __all__ = ["Setting", "train"]
 
 _AVERAGED_EVERY, _SHARE = 30, 0.1  # the moving average: steps from one sample to the next, and the weight of each
-Losses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Losses = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,8 @@ class Trainer:
     def compute_gradients(self, number: int) -> None:
         """Compute the gradients of all workers at step `number` (from 1)."""
         setting, stack = self.setting, self.stack
-        stack.gradients.zero_()
-        losses = self.losses(stack.values, *self.batches.take(setting.workers, setting.batch))
-        losses.sum().backward()
+        losses = self.losses(stack.leaves, *self.batches.take(setting.workers, setting.batch))
+        stack.backward(losses)
         self.training_loss += (float(losses.detach().mean()) - self.training_loss) * max(0.01, 1 / number)
 
     def update(self, number: int) -> None:
@@ -169,8 +168,8 @@ class Trainer:
     def loss(self, values: torch.Tensor, text: torch.Tensor, *, windows: int) -> float:
         """Return the loss of one row of values on windows spread over a text."""
         given, wanted = spread_windows(text, windows, context=self.setting.context)
-        parts = zip(given.split(128), wanted.split(128), strict=True)
-        return sum(float(self.stack.losses(values, g[None], w[None])) * len(g) for g, w in parts) / windows
+        model, pairs = self.stack.parts(values), zip(given.split(128), wanted.split(128), strict=True)
+        return sum(float(self.stack.losses(model, g[None], w[None])) * len(g) for g, w in pairs) / windows
 
     def work(self, worker: Worker) -> None:
         """Train as one of the workers."""

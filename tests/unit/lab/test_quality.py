@@ -33,8 +33,8 @@ def test_the_stacked_model_is_the_librarys() -> None:
     with torch.no_grad():
         stack.values[1].mul_(1.1)
     given, wanted = windows(2)
-    losses = stack.losses(stack.values, given, wanted)
-    losses.sum().backward()
+    losses = stack.losses(stack.leaves, given, wanted)
+    stack.backward(losses)
     for i, module in enumerate(stack.modules):
         stacked = [p.grad.clone() for p in module.parameters() if p.grad is not None]
         module.zero_grad()
@@ -48,10 +48,10 @@ def test_the_stacked_model_is_the_librarys() -> None:
 def test_normalised_queries_do_not_care_for_the_size_of_their_weights() -> None:
     stack = Stack(new_model(SHAPE, seed=1, qk_norm=True), SHAPE, 1)
     given, wanted = windows(1)
-    before = stack.losses(stack.values, given, wanted)
+    before = stack.losses(stack.leaves, given, wanted)
     with torch.no_grad():
         stack.modules[0].blocks[0].attention.weight[: 2 * SHAPE.width].mul_(3.0)
-    torch.testing.assert_close(stack.losses(stack.values, given, wanted), before, rtol=1e-5, atol=0)
+    torch.testing.assert_close(stack.losses(stack.leaves, given, wanted), before, rtol=1e-5, atol=0)
 
 
 def test_stacked_muon_follows_torchs_as_far_as_16_bits_go() -> None:
