@@ -116,10 +116,19 @@ def _missing_seeds(setting: Setting, seeds: Sequence[int], records: Records) -> 
     return [one for one in settings if records.get(one) is None]
 
 
-def _ddp(size: str = "170k", inner: str = "adamw", *, lr: float = 8e-3, batch: int = 8, **more: Any) -> Study:
+def _ddp(
+    size: str = "170k",
+    inner: str = "adamw",
+    *,
+    lr: float = 8e-3,
+    batch: int = 8,
+    held: Sequence[str] = (),
+    **more: Any,
+) -> Study:
     fixed = Setting({"name": "ddp"}, workers=1, batch=batch, lr=lr, seed=TUNING_SEED, size=size, inner=inner, **more)
     name = "ddp" if inner == "adamw" else f"ddp {inner}"
-    return Study(_named(name, size), fixed, {"lr": LR, "batch": BATCH}, {"lr": lr, "batch": batch})
+    axes = {name: axis for name, axis in {"lr": LR, "batch": BATCH}.items() if name not in held}
+    return Study(_named(name, size), fixed, axes, {"lr": lr, "batch": batch})
 
 
 def _method(
@@ -149,13 +158,15 @@ def _named(name: str, size: str) -> str:
     return name if size == "170k" else f"{name} {size}"
 
 
-def _default_task(method: str, *, start: Mapping[str, Any], **strategy: Any) -> Study:
-    """Return a study of the default task of `cadenza train`, at half its steps, for the recipes."""
+def _default_task(
+    method: str, *, start: Mapping[str, Any], batch: int | None = None, called: str = "default task", **strategy: Any
+) -> Study:
+    """Return a study of the default task of `cadenza train`, at half its tokens, for the recipes."""
     together = method == "ddp"
     fixed = Setting(
         {"name": method, **strategy},
         workers=1 if together else 4,
-        batch=32 if together else 8,
+        batch=batch or (32 if together else 8),
         lr=start["lr"],
         seed=TUNING_SEED,
         tokens=1000 * 4 * 8 * 128,
@@ -167,7 +178,7 @@ def _default_task(method: str, *, start: Mapping[str, Any], **strategy: Any) -> 
         context=128,
     )
     known = {"lr": LR, "outer_lr": OUTER_LR, "outer_momentum": MOMENTUM}
-    return Study(f"default task, {method}", fixed, {k: a for k, a in known.items() if k in start}, start, seeds=())
+    return Study(f"{called}, {method}", fixed, {k: a for k, a in known.items() if k in start}, start, seeds=())
 
 
 _FOUR = "diloco 4 workers period 30"
@@ -177,6 +188,7 @@ _HALF_KEPT = "streaming_diloco, half kept 4 workers period 30 35k"
 _KEPT = {"layers": 1, "delay": 2, "keep_progress": True}
 _HALF = {"layers": 1, "delay": 2, "alpha": 0.5}  # as its paper has it
 _OUTER = {"lr": 8e-3, "outer_lr": 0.7, "outer_momentum": 0.8}
+_PERIOD_30 = {"period": 30, "outer_lr": 0.7, "outer_momentum": 0.8}
 _START = {**_OUTER, "batch": 2}
 _SMALL_TOKENS = 9216 * 256  # of the smallest and of the largest model
 _MULOCO = "muloco 4 workers period 30"
@@ -190,10 +202,10 @@ def _small(method: str, workers: int = 4, period: int | None = 30, **more: Any) 
 
 
 def _larger(size: str, *, held: Sequence[str]) -> tuple[Study, Study]:
-    """Return DDP and DiLoCo's four workers on a larger model, which has few tokens for its size."""
+    """Return DDP and DiLoCo's four workers on a larger model, with few tokens for its size: 256 in a step for each."""
     start = {**_OUTER, "lr": 4e-3, "batch": 1}
     return (
-        _ddp(size, tokens=_SMALL_TOKENS, lr=2e-3, batch=4),
+        _ddp(size, tokens=_SMALL_TOKENS, lr=2e-3, batch=4, held=held),
         _method("diloco", 4, size=size, start=start, held=held, tokens=_SMALL_TOKENS),
     )
 
@@ -289,6 +301,8 @@ QUEUE: tuple[Study | Variant, ...] = (
     *(_small("diloco", workers, start=_OUTER, after=_FOUR_SMALL) for workers in (2, 1)),
     Variant("ddp, beta2 0.999 35k", "ddp 35k", {"betas": (0.9, 0.999)}),
     Variant("ddp, weight decay times 4 35k", "ddp 35k", {"decay": 4.0}),
+    _default_task("ddp", start={"lr": 4e-3}, batch=2, called="default task in small batches"),
+    _default_task("diloco", start={"lr": 8e-3}, batch=1, called="default task in small batches", **_PERIOD_30),
     _default_task("local_sgd", period=16, start={"lr": 1.6e-2}),
     _method("diloco", 8, start={**_START, "batch": 1}, after=_FOUR),
     _method("diloco", 4, 8, start=_START, after=_FOUR),
