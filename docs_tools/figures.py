@@ -4,7 +4,8 @@
     python -m docs_tools.figures --write   # puts the files' figures into the pages, and the race's tables
 
 A key is a path: `to-loss.LINK.CONTENDER.s` (or `.above`), `syncs.CONTENDER.MILLIONS`, `kills.median`, `kills.worst`,
-`convergence.METHOD.loss` (or `.against-ddp`, in percent), `quality.against-ddp.ENTRY` (an entry of lab/quality's queue,
+`convergence.METHOD.loss` (or `.against-ddp`, in percent), `compare.METHOD.loss` (likewise; or `.sent`, `.of-ddp`: of
+`cadenza train --compare ddp,diloco`), `quality.against-ddp.ENTRY` (an entry of lab/quality's queue,
 with - for blanks), `quality.table.bars` (or `finals`, `averages`, `changes`: a table of its report).
 """
 
@@ -80,9 +81,22 @@ def _convergence(method: str, what: str) -> str:
     """Return the best of a method's runs that were trained with the recipe for all."""
     runs = [run for run in _json("convergence")["runs"] if run["settings"]["lr"] == 0.001]
     best = {name: min(run["held_out"] for run in runs if run["method"] == name) for name in ("ddp", method)}
-    if what == "loss":
-        return f"{best[method]:.3f}"
-    return f"{100 * (best[method] / best['ddp'] - 1):+.1f}".replace("-", "−")
+    return f"{best[method]:.3f}" if what == "loss" else _percent(best[method], best["ddp"])
+
+
+def _compare(method: str, what: str) -> str:
+    runs = _json("compare")["runs"]
+    run = runs[method]
+    return {
+        "loss": f"{run['held_out']:.2f}",
+        "against-ddp": _percent(run["held_out"], runs["ddp"]["held_out"]),
+        "sent": f"{run['bytes_sent'] / 1e6:,.0f}",
+        "of-ddp": f"1/{run['ddp_bytes'] / run['bytes_sent']:.0f}",
+    }[what]
+
+
+def _percent(value: float, base: float) -> str:
+    return f"{100 * (value / base - 1):+.1f}".replace("-", "−")
 
 
 _TABLES = {
@@ -114,6 +128,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "syncs": _syncs,
     "kills": _kills,
     "convergence": _convergence,
+    "compare": _compare,
     "quality": _quality,
 }
 

@@ -43,14 +43,8 @@ __all__ = [
     "read_config",
 ]
 
-# The default run's strategy: less outer momentum than the paper's, which is meant for longer periods and more rounds.
-DEFAULT_STRATEGY: dict[str, Any] = {
-    "name": "diloco",
-    "codec": "int8",
-    "period": 16,
-    "outer_lr": 1.0,
-    "outer_momentum": 0.8,
-}
+# The default run's strategy; its outer step is what suits the period, also another one than this.
+DEFAULT_STRATEGY: dict[str, Any] = {"name": "diloco", "codec": "int8", "period": 16}
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[int, Field(ge=1)]

@@ -44,7 +44,7 @@ class Options(Settings):
     heads: int = Field(default=4, ge=1, description="Attention heads; they divide the width.")
     context: int = Field(default=128, ge=1, le=65536, description="Bytes that the model sees at once.")
     batch: int = Field(default=8, ge=1, description="Windows of that many bytes in a worker's step.")
-    lr: float = Field(default=1e-3, gt=0, description="AdamW's largest learning rate.")
+    lr: float = Field(default=8e-3, gt=0, description="AdamW's largest learning rate.")
     lr_warmup: int = Field(default=64, ge=0, description="Steps in which the learning rate rises to it.")
     lr_floor: float = Field(default=0.1, ge=0, le=1, description="The share of it that the cosine falls to.")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's weight decay.")
