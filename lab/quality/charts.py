@@ -12,8 +12,8 @@ from lab.quality.studies import QUEUE, Study, Variant, find
 
 __all__ = ["draw"]
 
-OURS, THEIRS, DDP = {"35k": "#ea9a5b", "170k": "#c2410c", "830k": "#7c2d12"}, "#475569", "#94a3b8"
-PARAMETERS = {"35k": 35_000, "170k": 170_000, "830k": 830_000}
+OURS, THEIRS, DDP = {"35k": "#ea9a5b", "170k": "#c2410c", "830k": "#7c2d12", "3.3M": "#431407"}, "#475569", "#94a3b8"
+PARAMETERS = {"35k": 35_000, "170k": 170_000, "830k": 830_000, "3.3M": 3_300_000}
 PUBLISHED_PARAMETERS = {"35 M": 35e6, "335 M": 335e6, "2.4 B": 2.4e9}
 
 

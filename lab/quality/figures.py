@@ -38,7 +38,7 @@ class Final:
     """The runs of a tuned setting with the final seeds, on the text that tuning has not seen."""
 
     setting: Setting
-    runs: Sequence[dict[str, Any]]  # in the order of SEEDS
+    runs: Sequence[dict[str, Any]]  # in the order of the entry's seeds
 
     @property
     def losses(self) -> list[float]:
@@ -59,13 +59,13 @@ class Final:
 
 
 def final_of(entry: Study | Variant, records: Records) -> Final | None:
-    """Return the final runs, if all are done."""
-    tuned = entry.tuned(records)
-    if tuned is None:
+    """Return the final runs, if there are any and all are done."""
+    tuned, seeds = entry.tuned(records), [seed for seed in entry.seeds if seed in SEEDS]
+    if tuned is None or not seeds:
         return None
-    runs = [records.get(replace(tuned, seed=seed)) for seed in SEEDS]
+    runs = [records.get(replace(tuned, seed=seed)) for seed in seeds]
     done = [run for run in runs if run is not None]
-    return Final(tuned, done) if len(done) == len(SEEDS) else None
+    return Final(tuned, done) if len(done) == len(seeds) else None
 
 
 def excess(ours: Final, theirs: Final) -> tuple[float, float]:
@@ -85,7 +85,8 @@ def baseline_of(entry: Study | Variant) -> Study:
     if isinstance(entry, Variant):
         return baseline_of(find(entry.of))
     name = "ddp" if entry.fixed.inner == "adamw" else f"ddp {entry.fixed.inner}"
-    name = "default task, ddp" if entry.name.startswith("default task") else name
+    task, _, _ = entry.name.partition(", ")
+    name = f"{task}, ddp" if task.startswith("default task") else name
     found = find(name if entry.fixed.size == "170k" else f"{name} {entry.fixed.size}")
     assert isinstance(found, Study)
     return found
@@ -199,6 +200,7 @@ BARS = (
     Bar("one replica with an outer step", "diloco 1 workers period 30", 0.0),
     Bar("two workers", "diloco 2 workers period 30", 1.5),
     Bar("four workers", "diloco 4 workers period 30", 4.0),
+    Bar("four workers, 3.3 M parameters", "diloco 4 workers period 30 3.3M", 2.8),
     NearerBar("Muon inside, four workers", "muloco 4 workers period 30", "diloco 4 workers period 30"),
     CodecBar("int8 with feedback", "int8 with feedback", 0.5),
     CodecBar("4 bits with feedback", "4 bits with feedback", 0.5),
