@@ -92,15 +92,13 @@ class _Unknown:
 def _better(
     name: str, axis: Axis, best: Point, loss: Callable[[Point], float | None]
 ) -> dict[str, Any] | _Unknown | None:
-    """Return a neighbour on an axis that is better than the best point, or one that is not known yet, or None."""
-    for value in axis.beside(best[name]):
-        point = {**best, name: value}
+    """Return a neighbour on an axis that is known to be better than the best point, or one to try, or None."""
+    points = [{**best, name: value} for value in axis.beside(best[name])]
+    for point in points:
         found = loss(point)
-        if found is None:
-            return _Unknown(point)
-        if found < _number(loss(best)):
+        if found is not None and found < _number(loss(best)):
             return point
-    return None
+    return next((_Unknown(point) for point in points if loss(point) is None), None)
 
 
 def _number(value: float | None) -> float:

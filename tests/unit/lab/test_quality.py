@@ -110,6 +110,12 @@ def test_a_search_says_that_its_best_lies_at_the_edge_and_shuns_what_diverged() 
     assert not found.edges
 
 
+def test_what_is_known_to_be_better_is_taken_before_another_neighbour_is_tried() -> None:
+    losses = {1: 1.0, 2: 2.0, 4: 3.0}
+    found = search({"lr": Axis((0.5, 1, 2, 4, 8))}, {"lr": 4}, lambda p: losses.get(p["lr"]))
+    assert (found.best, found.wanted) == ({"lr": 1}, [{"lr": 0.5}])
+
+
 def test_runs_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     one = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=1)
     two = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=2)
