@@ -17,6 +17,7 @@ import os
 import time
 
 from cadenza.errors import StoreLostError
+from cadenza.participants.ending import FINISHED
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 from cadenza.participants.store import StoreConnection
@@ -66,7 +67,7 @@ class JobNames:
         number = self._connection.call(lambda store: _raised(store, 0, 1))
         named = self._connect(self._name(number))
         try:
-            finished = named.call(lambda store: store.check(["finished"]))
+            finished = named.call(lambda store: store.check([FINISHED]))
         finally:
             named.close()
         return self._name(
