@@ -13,13 +13,12 @@ store that outlives many launches.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 from cadenza.errors import StoreLostError
 from cadenza.participants.ending import FINISHED
 from cadenza.participants.signed_store import SignedStore
-from cadenza.participants.signing import Signer
+from cadenza.participants.signing import Signer, shared_secret
 from cadenza.participants.store import StoreConnection
 
 __all__ = ["JobNames"]
@@ -75,7 +74,7 @@ class JobNames:
         )
 
     def _connect(self, job: str) -> StoreConnection:
-        return StoreConnection(self._address, Signer(job, secret=os.environ.get("CADENZA_SECRET")))
+        return StoreConnection(self._address, Signer(job, secret=shared_secret()))
 
     def _name(self, number: int) -> str:
         return f"{self._job}/{number}"

@@ -26,7 +26,7 @@ from cadenza.cli.store_keeper import StoreKeeper, StoreNotStartedError
 from cadenza.cli.worker_processes import report_failures, report_problem, start_workers
 from cadenza.errors import StoreLostError
 from cadenza.participants.heartbeat import announce_death
-from cadenza.participants.signing import Signer
+from cadenza.participants.signing import Signer, shared_secret
 from cadenza.participants.store import StoreConnection
 from cadenza.training.exit_records import last_record, write_end, write_event
 from cadenza.training.metrics import metrics_file
@@ -82,7 +82,7 @@ class Supervisor:
 
     def _begin_as(self, job: str) -> None:
         self._job = job
-        self._signer = Signer(job, secret=os.environ.get("CADENZA_SECRET"))
+        self._signer = Signer(job, secret=shared_secret())
         self._connection = StoreConnection(self._address, self._signer)
 
     def _start(self, worker: int) -> None:

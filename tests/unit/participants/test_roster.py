@@ -177,6 +177,7 @@ def test_a_signature_is_worth_nothing_elsewhere() -> None:
     ("make", "message"),
     [
         (lambda: cadenza.shrink(min_workers=0), "min_workers"),
+        (lambda: cadenza.shrink(min_workers=1.5), "min_workers"),  # type: ignore[arg-type]
         (lambda: cadenza.shrink(quorum=1.0), "quorum"),
         (lambda: cadenza.skip_round(grace_s=0), "grace_s"),
         (lambda: cadenza.shrink(poison="ignore"), "poison"),
