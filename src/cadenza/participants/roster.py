@@ -99,7 +99,7 @@ class Arrival:
         for name in ("incarnation", "chain", "terms", "site"):
             if not isinstance(getattr(arrival, name), str):
                 raise TypeError(f"{name} is no text")
-        groups, late_s = tuple(map(str, arrival.groups)), float(arrival.late_s)
+        groups, [late_s] = tuple(map(str, arrival.groups)), shares_of([arrival.late_s])
         return replace(arrival, groups=groups, late_s=late_s, at=float(arrival.at))
 
     @property
