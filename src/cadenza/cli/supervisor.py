@@ -18,7 +18,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import PContext
 
-from cadenza.cli.exit_codes import BAD_INPUT, NOBODY_LEFT
+from cadenza.cli.exit_codes import BAD_INPUT, FULL_DISK, NOBODY_LEFT
 from cadenza.cli.job_names import JobNames
 from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
 from cadenza.cli.plans import SupervisorPlan, WorkerCommand
@@ -146,7 +146,7 @@ class Supervisor:
     def _decide_restart(self, worker: int, code: int) -> tuple[bool, str]:
         """Say whether a worker is started again, and why, or why not."""
         attempt, most = self._restarts[worker] + 1, self._plan.restarts
-        if code == BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
+        if code in (BAD_INPUT, FULL_DISK) or self._stopping_since is not None or self._finished or -code in _ASKED:
             return False, "it is not started again"
         if attempt > most:
             return False, f"it had been started again {_times(most)}, and the others go on without it"
