@@ -14,6 +14,7 @@ from typing import Any
 __all__ = ["is_readable", "read_line"]
 
 _WHOLE = {"step", "workers", "samples", "bytes_sent", "encoded_bytes", "raw_bytes", "fragment", "delay", "bytes"}
+_WHOLE_IN = {"round": {"level"}, "start": {"gradient_bytes", "steps", "parameters"}}  # and elsewhere perhaps not
 _NUMBERS = {"loss", "stall_s", "wire_s", "lr", "drift", "codec_error", "launched", "landed"}
 _TIMES = {"time", "elapsed"}
 _LARGEST = 1 << 63
@@ -37,7 +38,7 @@ def is_readable(line: Any) -> bool:
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str) or "step" not in line:
         return False
     kind = line["kind"]
-    whole = _WHOLE | {"level"} if kind == "round" else _WHOLE
+    whole = _WHOLE | _WHOLE_IN.get(kind, set())
     return (
         (kind != "end" or "status" in line)
         and all(_is_whole(line[name]) for name in whole & line.keys())

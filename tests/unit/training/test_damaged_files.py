@@ -19,6 +19,7 @@ from cadenza.codecs.kernels import using
 from cadenza.errors import CheckpointError, UsageError
 from cadenza.reports import RoundReport
 from cadenza.training.config import read_config
+from cadenza.training.metric_lines import is_readable
 from cadenza.training.metrics import MetricsWriter, read_lines
 from cadenza.training.saved import set_aside
 
@@ -96,6 +97,13 @@ def test_lines_of_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
     bad = [json.dumps({**line, key: value}) for key in ("step", "elapsed", "samples", "kind") for value in WRONG[:4]]
     path.write_text("\n".join([good[0], *bad, "[" * 100_000, good[1]]) + "\n")
     assert [line["step"] for line in read_lines(tmp_path).of("step")] == [1, 2]
+
+
+@pytest.mark.parametrize("key", ["gradient_bytes", "steps", "parameters", "workers"])
+def test_a_start_of_which_no_figure_could_be_shown_is_left_out(key: str) -> None:
+    start = {"kind": "start", "step": 0, "gradient_bytes": 8, "steps": 10, "parameters": 2, "workers": 1}
+    assert is_readable(start)
+    assert not any(is_readable({**start, key: value}) for value in ("é", "nan", None, 1e400, [1]))
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
