@@ -20,7 +20,7 @@ import torch
 from cadenza.engine.saving import State
 from cadenza.errors import CheckpointError
 
-__all__ = ["Manifest", "read_manifest", "read_state", "verify", "write_state"]
+__all__ = ["Manifest", "as_os_error", "read_manifest", "read_state", "verify", "write_state"]
 
 _TEXTS = "cadenza"  # the one entry of a safetensors file's metadata: with several, their order would be left to chance
 
@@ -67,19 +67,18 @@ def write_state(path: Path, state: Mapping[str, torch.Tensor | str], describe: C
     except (OSError, SafetensorError) as error:  # a full disk, most likely: leave it what room there is
         for unfinished in (_partial(path), _partial(_beside(path))):
             unfinished.unlink(missing_ok=True)
-        number = error.errno if isinstance(error, OSError) else _number_in(str(error))
-        reason = str(error) if number is None else os.strerror(number)
-        raise OSError(number, reason, str(path)) from error
+        raise as_os_error(error, path) from error
 
 
-def _number_in(text: str) -> int | None:
-    """Return the system's number of an error that safetensors has put into words.
+def as_os_error(error: Exception, path: Path) -> OSError:
+    """Return what the system had to say of a file, also where safetensors has put its number into words.
 
-    >>> _number_in("Error while serializing: I/O error: No space left on device (os error 28)")
-    28
+    >>> as_os_error(ValueError("Error while serializing: I/O error: (os error 28)"), Path("model"))
+    OSError(28, 'No space left on device')
     """
-    found = re.search(r"os error (\d+)", text)
-    return None if found is None else int(found[1])
+    found = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else found and int(found[1])
+    return OSError(number, str(error) if number is None else os.strerror(number), str(path))
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -11,6 +11,7 @@ from cadenza.errors import CheckpointError
 __all__ = ["is_checkpoint_file", "manifests", "number_of_shards", "shared_file", "worker_file", "workers_of"]
 
 _FILE = re.compile(r"(?:worker-\d+|shared(?:-\d+-of-\d+)?)\.(?:json|safetensors)(?:\.partial)?")
+_WORKER = re.compile(r"worker-(\d+)\.json")
 _SHARD = re.compile(r"shared-\d+-of-(\d+)\.json")
 
 
@@ -47,7 +48,8 @@ def workers_of(folder: Path) -> list[int]:
     >>> workers_of(Path("/a/folder/that/is/not/there"))
     []
     """
-    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("worker-*.json"))
+    found = (_WORKER.fullmatch(path.name) for path in folder.glob("worker-*.json"))
+    return sorted({int(match[1]) for match in found if match})
 
 
 def number_of_shards(folder: Path) -> int:

@@ -6,7 +6,6 @@ even parsed, and a run of a thousand steps a second is as cheap to follow as one
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -15,14 +14,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cadenza.training.metric_lines import is_readable
-from cadenza.training.metrics import metrics_file
+from cadenza.training.metric_lines import read_line
+from cadenza.training.metrics import metrics_files
 
 __all__ = ["Follower", "Progress", "WorkerProgress"]
 
 _STEP = b'{"kind": "step"'
 _VALUES = b'{"kind": "values"'  # of the task's own, which only the report shows
 _LONGEST_LINE = 1 << 20
+_NEEDED = {  # what is shown of a line; one without it is left out
+    "start": {"host", "gradient_bytes", "strategy", "unit", "steps", "workers", "parameters"},
+    "step": {"loss", "samples", "bytes_sent", "stall_s", "next_sync"},
+    "phase": {"text"},
+    "round": {"drift"},
+    "evaluation": {"loss"},
+    "checkpoint": {"bytes"},
+    "end": {"status", "time"},
+}
 _MOST_LOSSES = 400  # of the curve that is shown
 _RATE_WINDOW_S = 15.0  # how far back the speed that is shown looks
 
@@ -202,7 +210,7 @@ class Progress:
 class Follower:
     """Reads what is added to the metrics of a run, from now on or from their beginning.
 
-    >>> import tempfile
+    >>> import json, tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> follower = Follower(folder)
     >>> start = {"kind": "start", "step": 0, "host": "a", "gradient_bytes": 8, "strategy": "diloco", "unit": "tokens"}
@@ -215,16 +223,15 @@ class Follower:
     def __init__(self, folder: Path, *, from_now: bool = False) -> None:
         self.progress = Progress()
         self._folder = folder
-        self._places: dict[Path, int] = {path: _last_line(path) for path in self._files()} if from_now else {}
+        self._places: dict[Path, int] = {path: _last_line(path) for path in self._files().values()} if from_now else {}
 
-    def _files(self) -> list[Path]:
-        return sorted(self._folder.glob(metrics_file(0).replace("00000", "*")))
+    def _files(self) -> dict[int, Path]:
+        return metrics_files(self._folder)
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
         """Take in what is new, and return the lines that are not steps, with the worker that wrote them."""
         news = []
-        for path in self._files():
-            worker = int(path.stem.rpartition("-")[2])
+        for worker, path in self._files().items():
             for line in self._new_lines(path):
                 self.progress.take(worker, line)
                 if line["kind"] != "step":
@@ -242,8 +249,8 @@ class Follower:
         for number, line in enumerate(lines):
             last_step = number + 1 == len(lines) or not lines[number + 1].startswith(_STEP)
             if not line.startswith(_STEP) or last_step:
-                told = json.loads(line)
-                if is_readable(told):
+                told = read_line(line)
+                if told is not None and _NEEDED.get(told["kind"], set()) <= told.keys():
                     yield told
 
 

@@ -13,12 +13,12 @@ store that outlives many launches.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 from cadenza.errors import StoreLostError
+from cadenza.participants.ending import FINISHED
 from cadenza.participants.signed_store import SignedStore
-from cadenza.participants.signing import Signer
+from cadenza.participants.signing import Signer, shared_secret
 from cadenza.participants.store import StoreConnection
 
 __all__ = ["JobNames"]
@@ -66,7 +66,7 @@ class JobNames:
         number = self._connection.call(lambda store: _raised(store, 0, 1))
         named = self._connect(self._name(number))
         try:
-            finished = named.call(lambda store: store.check(["finished"]))
+            finished = named.call(lambda store: store.check([FINISHED]))
         finally:
             named.close()
         return self._name(
@@ -74,7 +74,7 @@ class JobNames:
         )
 
     def _connect(self, job: str) -> StoreConnection:
-        return StoreConnection(self._address, Signer(job, secret=os.environ.get("CADENZA_SECRET")))
+        return StoreConnection(self._address, Signer(job, secret=shared_secret()))
 
     def _name(self, number: int) -> str:
         return f"{self._job}/{number}"

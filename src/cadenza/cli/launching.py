@@ -38,7 +38,8 @@ def log_folder(folder: Path) -> Path:
     >>> log_folder(Path("runs/new")).as_posix()
     'runs/new/logs/launch-001'
     """
-    launches = [int(path.name.rpartition("-")[2]) for path in (folder / "logs").glob("launch-*")]
+    names = (path.name.removeprefix("launch-") for path in (folder / "logs").glob("launch-*"))
+    launches = [int(name) for name in names if name.isdecimal()]
     return folder / "logs" / f"launch-{max(launches, default=0) + 1:03d}"
 
 

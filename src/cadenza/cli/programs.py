@@ -15,6 +15,7 @@ from cadenza.cli.parent_death import PARENT
 from cadenza.cli.plans import HostsPlan, RendezvousPlan, SupervisorPlan, WorkerCommand
 from cadenza.cli.rendezvous import StorePlace, arrange, node_range, store_place
 from cadenza.emulation import Network
+from cadenza.participants.signing import shared_secret
 from cadenza.training.config import Config, LaunchSettings
 from cadenza.training.runs import Run
 
@@ -94,6 +95,7 @@ def _agent(arguments: list[str], launch: LaunchSettings, *, leads: bool, env: di
 
 
 def _supervisor(folder: Path, config: Config, logs: Path, network: Network | None) -> Program:
+    shared_secret()  # one that cannot be used is refused before anything is started
     place = store_place(config, network)
     plan = SupervisorPlan(
         commands=_commands_here(folder, config.launch, place) if network is None else _commands_on(network, folder),

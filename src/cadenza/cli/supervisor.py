@@ -18,7 +18,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import PContext
 
-from cadenza.cli.exit_codes import BAD_INPUT, NOBODY_LEFT
+from cadenza.cli.exit_codes import BAD_INPUT, FULL_DISK, NOBODY_LEFT
 from cadenza.cli.job_names import JobNames
 from cadenza.cli.parent_death import PARENT, SAVING_S, end_with_parent
 from cadenza.cli.plans import SupervisorPlan, WorkerCommand
@@ -26,7 +26,7 @@ from cadenza.cli.store_keeper import StoreKeeper, StoreNotStartedError
 from cadenza.cli.worker_processes import report_failures, report_problem, start_workers
 from cadenza.errors import StoreLostError
 from cadenza.participants.heartbeat import announce_death
-from cadenza.participants.signing import Signer
+from cadenza.participants.signing import Signer, shared_secret
 from cadenza.participants.store import StoreConnection
 from cadenza.training.exit_records import last_record, write_end, write_event
 from cadenza.training.metrics import metrics_file
@@ -82,7 +82,7 @@ class Supervisor:
 
     def _begin_as(self, job: str) -> None:
         self._job = job
-        self._signer = Signer(job, secret=os.environ.get("CADENZA_SECRET"))
+        self._signer = Signer(job, secret=shared_secret())
         self._connection = StoreConnection(self._address, self._signer)
 
     def _start(self, worker: int) -> None:
@@ -146,7 +146,7 @@ class Supervisor:
     def _decide_restart(self, worker: int, code: int) -> tuple[bool, str]:
         """Say whether a worker is started again, and why, or why not."""
         attempt, most = self._restarts[worker] + 1, self._plan.restarts
-        if code == BAD_INPUT or self._stopping_since is not None or self._finished or -code in _ASKED:
+        if code in (BAD_INPUT, FULL_DISK) or self._stopping_since is not None or self._finished or -code in _ASKED:
             return False, "it is not started again"
         if attempt > most:
             return False, f"it had been started again {_times(most)}, and the others go on without it"

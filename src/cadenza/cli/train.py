@@ -234,13 +234,18 @@ def _train(
 
 
 def finish(folders: Sequence[Path], target: Path, console: Console, *, report: bool) -> None:
-    """Show what came of the runs, and draw it."""
+    """Show what came of the runs, and draw it; without room for the drawing they have ended well even so."""
     from cadenza.cli.report.page import write_report
     from cadenza.cli.results import results
 
     console.print(results(folders))
-    if report:
-        console.print(f"Report: {write_report(folders, target)}", soft_wrap=True)
+    if not report:
+        return
+    try:
+        told = f"Report: {write_report(folders, target)}"
+    except OSError as error:
+        told = f"There is no report: {error.filename}: {error.strerror}. Draw it with cadenza report."
+    console.print(told, soft_wrap=True)
 
 
 def _saved(run: Run, saved: bool) -> str:

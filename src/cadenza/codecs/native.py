@@ -182,7 +182,10 @@ def _load_from(folder: Path, command: str) -> ctypes.CDLL:
 
 def _is_whole(library: Path) -> bool:
     """Tell whether a library is what was compiled, by the hash in its name: one cut short would end the process."""
-    return library.stem.rpartition("-")[2] == _hash(library)
+    try:
+        return library.stem.rpartition("-")[2] == _hash(library)
+    except OSError:  # deleted meanwhile, not ours to read, or no file
+        return False
 
 
 def _hash(path: Path) -> str:

@@ -34,7 +34,7 @@ class Shrink:
     name: ClassVar[str] = "shrink"
 
     def __post_init__(self) -> None:
-        if self.min_workers < 1:
+        if not _is_count(self.min_workers):
             raise ValueError(f"min_workers is a whole number of at least 1; got {self.min_workers!r}.")
         if not 0 <= self.quorum < 1:
             raise ValueError(
@@ -67,9 +67,11 @@ class Shrink:
 
 
 def _is_commit_at(value: object) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value >= 1
-    return value is None or (isinstance(value, float) and 0 < value < 1)
+    return value is None or _is_count(value) or (isinstance(value, float) and 0 < value < 1)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def shrink(

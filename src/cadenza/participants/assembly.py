@@ -13,6 +13,8 @@ from dataclasses import replace
 from cadenza.common.wording import name_workers
 from cadenza.errors import TurnedAwayError
 from cadenza.faults import FaultPolicy
+from cadenza.participants.beat import CLOCKS_S
+from cadenza.participants.ending import has_ended
 from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.roster import Arrival, Roster, RoundNotHeldError, propose
 from cadenza.participants.round_id import RoundId
@@ -42,6 +44,7 @@ class Assembly:
         scope: Who may be in the round.
         accepts_rollback: Whether a state that has seen fewer rounds than were held may be gone on from.
         elsewhere: Says whether this worker is called to another level's round, to which it had better go.
+        origin: What names the run that this worker is in; empty for one that was in no round yet.
         columns: How many ranks a worker has.
         known: The last roster on which this worker was.
     """
@@ -57,10 +60,11 @@ class Assembly:
         scope: Scope,
         accepts_rollback: bool = False,
         elsewhere: Callable[[], bool] = lambda: False,
+        origin: str = "",
         columns: int = 1,
         known: Roster | None = None,
     ) -> None:
-        self._columns, self._known = columns, known
+        self._origin, self._columns, self._known = origin, columns, known
         self._connection, self._heartbeat, self._signer = connection, heartbeat, signer
         self._round, self._me = round, me
         self._scope, self._progress = scope, heartbeat.progress(scope.place)
@@ -106,13 +110,11 @@ class Assembly:
         if waited_s < self._look_at:
             return self._wait()
         self._look_at = waited_s + self._pause_s()
-        arrivals = self._connection.call(self._arrivals)
-        if self._me.worker not in arrivals:  # somebody else has written over it, or the store has forgotten it
+        current = self._connection.call(self._arrivals)
+        if self._me.worker not in current:  # somebody else has written over it, or the store has forgotten it
             self._connection.call(lambda store: self.sign(store, self._me))
-            arrivals[self._me.worker] = self._me
-        current = {w: arrival for w, arrival in arrivals.items() if heartbeat.is_current(w, arrival.incarnation)}
-        if self._me.worker in current:
-            current[self._me.worker] = self._informed(current)
+            current[self._me.worker] = self._me
+        current[self._me.worker] = self._informed(current)
         mates = self._mates()
         hopeful = heartbeat.doubted() & mates  # asked before the others' deaths are, which may be told in between
         proposal = None
@@ -142,7 +144,7 @@ class Assembly:
             return self._decide(replace(proposal, decided_at=time.time(), inside=inside))
         if waited_s >= 3 * patience_s:
             self._connection.call(self._leave)
-            raise RoundNotHeldError(f"{name_workers(arrivals)} came, but nothing was decided in {waited_s:.1f} s")
+            raise RoundNotHeldError(f"{name_workers(current)} came, but nothing was decided in {waited_s:.1f} s")
         return self._wait(linger_s - waited_s if waited_s < linger_s else _PAUSE_S)
 
     def _not_awaited(self) -> set[int]:
@@ -183,13 +185,13 @@ class Assembly:
 
     def sign(self, store: SignedStore, arrival: Arrival) -> None:
         """Write an arrival into the store, signed."""
-        store.append(f"{self._base}/arrivals", arrival.pack())
+        store.append(f"{self._base}/arrivals", replace(arrival, at=time.time()).pack())
 
     def _announce(self) -> None:
         """Make the round known to those who are behind; refuse one that lies before the latest."""
 
         def announce(store: SignedStore) -> RoundId:
-            if store.check(["finished"]):
+            if has_ended(store, self._signer, self._origin):
                 raise RoundNotHeldError("the others have finished", behind=True, over=True)
             latest = self._progress.announce(store, self._round)
             if latest == self._round:
@@ -243,13 +245,20 @@ class Assembly:
         return self._standing(store)
 
     def _arrivals(self, store: SignedStore) -> dict[int, Arrival]:
-        """Return who is there, as far as their entries can be read."""
+        """Return who is there, as far as their entries can be read, and are of now."""
         found: dict[int, Arrival] = {}
         for line in store.lines(f"{self._base}/arrivals"):
             arrival = self._signer.understood(lambda text=line: Arrival.unpack(text))  # type: ignore[misc]
-            if arrival is not None:
+            if arrival is not None and self._is_of_now(arrival):
                 found[arrival.worker] = arrival
         return {worker: arrival for worker, arrival in found.items() if arrival.here}
+
+    def _is_of_now(self, arrival: Arrival) -> bool:
+        """Tell whether an entry is of the process in its worker's place, and was not written again long after."""
+        if self._signer.secret and not abs(time.time() - arrival.at) <= CLOCKS_S:
+            self._signer.ignored += 1
+            return False
+        return self._heartbeat.is_current(arrival.worker, arrival.incarnation)
 
     def _understood(self, text: str | None) -> Roster | None:
         return self._signer.understood(lambda: Roster.unpack(text, self._known)) if text else None

@@ -95,9 +95,8 @@ class Circle:
         self._fitted: object = None  # the members for which what is kept between rounds was made
         self._roster = Roster(())
         self._agreed: dict[RoundId, Roster] = {}  # of rounds that count, and have not landed yet
-        self._late_s = 0.0
+        self._late_s, self._losses = 0.0, 0
         self._usual_s: float | None = None
-        self._losses = 0
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)  # for the last one to come, where all came
         self._log = RosterLog(
             membership.worker if not self._island.rank else -1, leaves_out=policy != to_wait_for_all(policy)
@@ -130,11 +129,12 @@ class Circle:
         last: bool = False,
         patience_s: float | None = None,
         elsewhere: Callable[[], bool] = lambda: False,
+        origin: str = "",
     ) -> Admission | FailedRound:
         """Find out who is in a round, and connect them; wait for who is late as long as usual, or for `patience_s`.
 
         For the `last` one all are waited for, also where fewer would be enough. `elsewhere` says whether this worker is
-        called to another level's round meanwhile.
+        called to another level's round meanwhile; `origin` names the run that it is in.
         """
         policy = to_wait_for_all(self.policy) if last else self.policy
         if patience_s is None:
@@ -144,7 +144,7 @@ class Circle:
         arrival, began = self._arrival(round, digest, settled), time.time()
         try:
             roster = self._island.loop.tell(
-                lambda: self._roster_of(round, arrival, policy, patience_s, elsewhere, last=last),
+                lambda: self._roster_of(round, arrival, policy, patience_s, elsewhere, last=last, origin=origin),
                 Roster.pack,
                 lambda text: Roster.unpack(text, self._roster),
             )
@@ -177,6 +177,7 @@ class Circle:
         elsewhere: Callable[[], bool],
         *,
         last: bool,
+        origin: str,
     ) -> Roster:
         membership = self.membership
         if not membership.heartbeat.connected:
@@ -190,6 +191,7 @@ class Circle:
             scope=self.scope,
             accepts_rollback=membership.accepts_rollback,
             elsewhere=elsewhere,
+            origin=origin,
             columns=self._island.size,
             known=self._roster,
         )
@@ -370,7 +372,7 @@ class Circle:
     def _vote(self, store: SignedStore, round: RoundId, roster: Roster) -> Vote:
         limit_s, counts = self._limit_s(roster), self.worker == roster.leader and not self._island.rank
         voters, key = len(roster.members) * self._island.size, f"{self.scope.place}round/{round}/vote"
-        return Vote(store, key, members=voters, timeout_s=limit_s, counts=counts)
+        return Vote(store.bound(roster.mark), key, members=voters, timeout_s=limit_s, counts=counts)
 
     def _abort(self, round: RoundId, roster: Roster) -> None:
         with suppress(StoreLostError):

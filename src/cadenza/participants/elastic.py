@@ -17,6 +17,7 @@ from cadenza.errors import StoreLostError, TransportError, TurnedAwayError
 from cadenza.faults import FaultPolicy, for_inner_level
 from cadenza.participants.base import Admission, FailedRound, SharedState
 from cadenza.participants.circle import Circle
+from cadenza.participants.ending import note_end
 from cadenza.participants.latecomer import Latecomer
 from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.membership import Membership
@@ -86,6 +87,7 @@ class ElasticParticipants:
         self._island.on_break(self._part)  # nobody is to wait for this rank in a transfer
         self._latecomer = Latecomer(membership, policy.patience, self._connections[0])
         self._tried: set[RoundId] = set()
+        self._origin = ""  # what names the run that this worker is in
 
     @property
     def worker(self) -> int:
@@ -139,6 +141,7 @@ class ElasticParticipants:
             phase = max(phase, mates.tell(self._start_phase))
             failed = self._meet(RoundId(0, phase, level=len(self.levels) - 1), state)
             if failed is None:
+                self._origin = self._outermost.roster.mark
                 for circle in self._circles:
                     circle.history.begin(self._outermost.roster)
                 return
@@ -234,14 +237,16 @@ class ElasticParticipants:
             settled=settled,
             last=last,
             elsewhere=lambda: any(self._call(other, round.step) is not None for other in larger),
+            origin=self._origin,
         )
 
     def catch_up(self, state: SharedState) -> FailedRound | None:
         circle, new = self._current, self._current.history.new
-        heard = circle.catch_up(state, [other.facts() for other in self._circles])
+        heard = circle.catch_up(state, [{**other.facts(), "origin": self._origin} for other in self._circles])
         if isinstance(heard, FailedRound):
             return heard
         if heard:
+            self._origin = str(heard[-1]["origin"])
             self._follow(circle, heard, new=new)
         return None
 
@@ -282,7 +287,8 @@ class ElasticParticipants:
             _logger.warning("Worker %d: %s", self.worker, text)
             return
         with suppress(StoreLostError):  # workers that come after the end are told that it has come
-            self._connections[0].call(lambda store: store.set("finished", self._outermost.history.chain))
+            told = {"origin": self._origin, "chain": self._outermost.history.chain}
+            self._connections[0].call(lambda store: note_end(store, **told))
 
     def close(self) -> None:
         self._part()

@@ -93,6 +93,7 @@ def assemble(
     timeout_s: float,
     missing: Callable[[], set[int]],
     reach: Callable[[set[int]], set[int]] = lambda workers: set(),
+    mark: str = "",
 ) -> Generation:
     """Make the group of a list of members; all of them call this.
 
@@ -105,6 +106,7 @@ def assemble(
         timeout_s: How long the others are waited for, and collectives take at most.
         missing: Says which members are known to be gone.
         reach: Connects to some members, and says to which of them that was not possible.
+        mark: What no other roster has, also where places are called alike.
 
     Raises:
         UnreachedError: A member could not be reached.
@@ -112,6 +114,7 @@ def assemble(
     """
 
     def build(store: SignedStore) -> Generation:
+        store = store.bound(mark)
         # Whoever makes a group waits for all: nobody begins before all have said that they will.
         counts = worker == members[0]
         vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s, counts=counts)

@@ -195,6 +195,7 @@ class GroupKeeper:
             members=members,
             worker=self._membership.worker,
             timeout_s=timeout_s,
+            mark=roster.mark,
             missing=lambda: self.missing(roster).intersection(members),
             reach=lambda workers: self._membership.heartbeat.try_to_reach(workers, _REACH_S),
         )

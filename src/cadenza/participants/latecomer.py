@@ -8,6 +8,7 @@ from collections.abc import Callable
 from cadenza.common.wording import name_workers
 from cadenza.errors import NobodyLeftError, StoreLostError, TransportError
 from cadenza.faults import Patience
+from cadenza.participants.ending import FINISHED
 from cadenza.participants.membership import Membership
 from cadenza.participants.round_id import RoundId
 from cadenza.participants.store import StoreConnection
@@ -60,6 +61,6 @@ class Latecomer:
 
     def _is_over(self) -> bool:
         try:
-            return self._connection.call(lambda store: store.check(["finished"]))
+            return self._connection.call(lambda store: store.check([FINISHED]))
         except StoreLostError:
             return False

@@ -16,13 +16,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING
 
 from cadenza.errors import NotInitializedError, StoreLostError
 from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.island import Island, meet_mates
-from cadenza.participants.signing import Signer
+from cadenza.participants.signing import Signer, shared_secret
 from cadenza.participants.sites import as_site
 from cadenza.participants.store import StoreConnection
 
@@ -164,9 +165,9 @@ def join(
         _number("worker", number, 0),
         _number("workers", count, 1),
         job=job or known.get("CADENZA_JOB", "job"),
-        secret=secret if secret is not None else known.get("CADENZA_SECRET"),
+        secret=shared_secret(secret),
         lease_s=lease_s,
-        wait_s=wait_s,
+        wait_s=_wait(wait_s),
         preparing=preparing,
         accepts_rollback=known.get(ACCEPT_ROLLBACK) == "1" if accept_rollback is None else accept_rollback,
         island=None if replica is None else meet_mates(replica, host=local_end(host), lease_s=lease_s),
@@ -185,8 +186,11 @@ def _told(environment: Mapping[str, str], argument: str, *names: str) -> str:
 
 
 def _number(name: str, value: int | str, least: int) -> int:
-    number = int(value)
-    if number < least:
+    try:
+        number = int(value) if isinstance(value, str) else index(value)
+    except (ValueError, TypeError):
+        number = least - 1
+    if number < least or isinstance(value, bool):
         raise ValueError(f"{name} is a whole number of at least {least}; got {value!r}.")
     return number
 
@@ -198,4 +202,10 @@ def _site(given: str | Sequence[str] | None) -> str:
 def _lease(seconds: float) -> float:
     if not math.isfinite(seconds) or seconds <= 0:
         raise ValueError(f"lease_s is a positive number of seconds; got {seconds!r}.")
+    return seconds
+
+
+def _wait(seconds: float) -> float:
+    if not seconds >= 0:
+        raise ValueError(f"wait_s is a number of seconds, not below 0; got {seconds!r}.")
     return seconds

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -64,6 +65,7 @@ class Arrival:
         unreached: Workers to which it cannot connect.
         unsure: Whether the store has forgotten, since its last round, how many were held.
         site: Where it is, from the largest place to the smallest, with slashes.
+        at: When it was written, in seconds since 1970 by its own clock.
     """
 
     worker: int
@@ -81,6 +83,7 @@ class Arrival:
     unreached: tuple[int, ...] = ()
     unsure: bool = False
     site: str = ""
+    at: float = 0.0
 
     def pack(self) -> str:
         return json.dumps({**asdict(self), "last": in_ranges(self.last)})
@@ -96,7 +99,8 @@ class Arrival:
         for name in ("incarnation", "chain", "terms", "site"):
             if not isinstance(getattr(arrival, name), str):
                 raise TypeError(f"{name} is no text")
-        return replace(arrival, late_s=float(arrival.late_s), groups=tuple(map(str, arrival.groups)))
+        groups, [late_s] = tuple(map(str, arrival.groups)), shares_of([arrival.late_s])
+        return replace(arrival, groups=groups, late_s=late_s, at=float(arrival.at))
 
     @property
     def new(self) -> bool:
@@ -152,11 +156,17 @@ class Roster:
         """The leader and those who take its state."""
         return tuple(sorted({self.leader, *self.behind}))
 
+    @property
+    def mark(self) -> str:
+        """What no other roster has, of this run or another: it names processes, and the moment."""
+        return _hash(self.members, self.incarnations, self.decided_at)
+
     def pack(self) -> str:
         """Return it as text: a short one where all of its members were in the last round together."""
         told = {**asdict(self), "members": in_ranges(self.members), "absent": in_ranges(self.absent)}
-        for name in _KNOWN if self.again else ():
-            del told[name]
+        if self.again:
+            told = {name: value for name, value in told.items() if name not in _KNOWN}
+            told["processes"] = _hash(self.incarnations)
         return json.dumps(told)
 
     @classmethod
@@ -171,7 +181,8 @@ class Roster:
         told["behind"] = whole_numbers(told["behind"])
         if told["again"]:
             strangers = ("",) * len(told["members"])
-            same = known is not None and known.members == told["members"]
+            here = told["members"], told.pop("processes")
+            same = known is not None and (known.members, _hash(known.incarnations)) == here
             told |= (
                 {name: getattr(known, name) for name in _KNOWN}
                 if same
@@ -183,6 +194,7 @@ class Roster:
         for name in ("turned_away", "unreached", "late"):
             told[name] = {int(key): value for key, value in (told[name] or {}).items()}
         told["unreached"] = {worker: whole_numbers(others) for worker, others in told["unreached"].items()}
+        shares_of(list(told["late"].values()))
         whole_numbers([told["given_up"]])
         if not isinstance(told["keep"], str):
             raise TypeError("keep is no name")
@@ -193,6 +205,10 @@ class Roster:
         if not (aligned and equal) or (roster.members and roster.leader not in roster.members):
             raise ValueError("this is no roster")
         return replace(roster, decided_at=float(roster.decided_at))
+
+
+def _hash(*told: object) -> str:
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
 
 def group_name(made_for: str, members: Sequence[int]) -> str:

@@ -34,15 +34,36 @@ class SignedStore(dist.Store):
         signer: The job's signer.
         who: What tells this client from others, where they are counted.
         shared: The place of the job in the store, for those with this secret and those with another one.
+        mark: What tells this generation from others in which the same keys are used; see `bound`.
 
     Attributes:
         below: The store itself, for those who cannot sign.
     """
 
-    def __init__(self, below: dist.Store, signer: Signer, *, who: str = "", shared: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        below: dist.Store,
+        signer: Signer,
+        *,
+        who: str = "",
+        shared: dist.Store | None = None,
+        mark: str = "",
+    ) -> None:
         super().__init__()
         self.below = below
-        self._signer, self._who, self._shared = signer, who, shared
+        self._signer, self._who, self._shared, self._mark = signer, who, shared, mark
+
+    def bound(self, mark: str) -> SignedStore:
+        """Return the store for those who know a mark: entries with another one, or with none, are not there for them.
+
+        So what an earlier run of the job has written under the same keys is worth nothing when it is written again.
+
+        >>> store = SignedStore(dist.HashStore(), Signer("job", secret="word"))
+        >>> store.bound("one run").set("verdict", "commit")
+        >>> store.bound("one run").read("verdict"), store.bound("another").read("verdict")
+        ('commit', None)
+        """
+        return SignedStore(self.below, self._signer, who=self._who, shared=self._shared, mark=mark)
 
     def has_strangers(self) -> bool:
         """Note that workers with this secret use the job's name, and tell whether some with another one do, or did.
@@ -117,11 +138,15 @@ class SignedStore(dist.Store):
         text = _text(value)
         if "\n" in text:
             raise ValueError(f"An entry of the store is one line; got {text!r} for {key!r}.")
-        return self._signer.sign_text(text, key) + "\n"  # what somebody appends is a line of its own
+        return self._signer.sign_text(text, self._place(key)) + "\n"  # what somebody appends is a line of its own
 
     def _verified(self, key: str, data: bytes) -> list[str]:
-        found = (self._signer.verified_text(line, key) for line in data.split(b"\n") if line)
+        place = self._place(key)
+        found = (self._signer.verified_text(line, place) for line in data.split(b"\n") if line)
         return [text for text in found if text is not None]
+
+    def _place(self, key: str) -> str:
+        return f"{key} {self._mark}" if self._mark else key
 
 
 def _find(store: dist.Store, key: str) -> bytes | None:

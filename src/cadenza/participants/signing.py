@@ -13,14 +13,34 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Signer"]
+from cadenza.errors import UsageError
+
+__all__ = ["Signer", "shared_secret"]
 
 MAC_BYTES = 16
 
 T = TypeVar("T")
+
+
+def shared_secret(given: str | None = None) -> str | None:
+    """Return the secret that was given, or else that of ``CADENZA_SECRET``; None if there is none.
+
+    >>> shared_secret("")
+    Traceback (most recent call last):
+    cadenza.errors.UsageError: The secret is empty, so anyone could sign with it: set CADENZA_SECRET, or secret=… of \
+join(), to a word that only this job's workers know, or set neither to let anyone join.
+    """
+    secret = os.environ.get("CADENZA_SECRET") if given is None else given
+    if secret is not None and not secret.strip():
+        raise UsageError(
+            "The secret is empty, so anyone could sign with it: set CADENZA_SECRET, or secret=… of join(), to a word "
+            "that only this job's workers know, or set neither to let anyone join."
+        )
+    return secret
 
 
 class Signer:

@@ -6,6 +6,7 @@ checked before any of it is used. What the worker has done since it was last in 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -88,13 +89,22 @@ def _cut(tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:
 def _broadcast_json(generation: Generation, leader: int, told: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the leader tells."""
     text = json.dumps(told).encode()
-    size = torch.tensor([len(text)])
+    size = torch.tensor([len(text), _sum_of(text)])
     generation.broadcast(size, source=leader)
-    if not 0 < int(size) <= _LONGEST:
-        raise DisagreementError(f"The state of the others is told in {int(size)} bytes, which cannot be.")
-    data = torch.zeros(int(size), dtype=torch.uint8)
+    length, expected = size.tolist()
+    if not 0 < length <= _LONGEST:
+        raise DisagreementError(f"The state of the others is told in {length} bytes, which cannot be.")
+    data = torch.zeros(length, dtype=torch.uint8)
     if generation.members[generation.position] == leader:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generation.broadcast(data, source=leader)
-    heard: dict[str, Any] = json.loads(bytes(data.tolist()))
+    arrived = data.numpy().tobytes()
+    if _sum_of(arrived) != expected:
+        raise DisagreementError("The state of the others arrived damaged: what is told of it.")
+    heard: dict[str, Any] = json.loads(arrived)
     return heard
+
+
+def _sum_of(text: bytes) -> int:
+    """Return a number of 8 bytes, with a sign, that tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -47,8 +47,8 @@ def whole_numbers(values: Sequence[object]) -> tuple[int, ...]:
 
 
 def shares_of(values: Sequence[object]) -> tuple[float, ...]:
-    """Return finite numbers from 0, or raise."""
+    """Return finite numbers from 0 that can be added up, or raise."""
     found = tuple(float(value) for value in values if type(value) in (int, float))  # type: ignore[arg-type]
-    if len(found) != len(values) or not all(math.isfinite(value) and value >= 0 for value in found):
+    if len(found) != len(values) or not all(value >= 0 for value in found) or not math.isfinite(sum(found)):
         raise ValueError(f"these are no weights: {values!r}")
     return found

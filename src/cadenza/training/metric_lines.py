@@ -7,15 +7,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
-__all__ = ["is_readable"]
+__all__ = ["is_readable", "read_line"]
 
 _WHOLE = {"step", "workers", "samples", "bytes_sent", "encoded_bytes", "raw_bytes", "fragment", "delay", "bytes"}
+_WHOLE_IN = {"round": {"level"}, "start": {"gradient_bytes", "steps", "parameters"}}  # and elsewhere perhaps not
 _NUMBERS = {"loss", "stall_s", "wire_s", "lr", "drift", "codec_error", "launched", "landed"}
 _TIMES = {"time", "elapsed"}
 _LARGEST = 1 << 63
+
+
+def read_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line of a file, or None if it cannot be shown.
+
+    >>> read_line(b'{"kind": "step", "step": 3}'), read_line(b'{"kind": "st')
+    ({'kind': 'step', 'step': 3}, None)
+    """
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):  # torn by a crash: of JSON or of UTF-8
+        return None
+    return line if is_readable(line) else None
 
 
 def is_readable(line: Any) -> bool:
@@ -23,7 +38,7 @@ def is_readable(line: Any) -> bool:
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str) or "step" not in line:
         return False
     kind = line["kind"]
-    whole = _WHOLE | {"level"} if kind == "round" else _WHOLE
+    whole = _WHOLE | _WHOLE_IN.get(kind, set())
     return (
         (kind != "end" or "status" in line)
         and all(_is_whole(line[name]) for name in whole & line.keys())

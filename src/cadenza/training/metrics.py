@@ -23,19 +23,31 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
-from cadenza.training.metric_lines import is_readable
+from cadenza.training.metric_lines import read_line
 
-__all__ = ["NO_ROOM", "Line", "Metrics", "MetricsWriter", "Stopwatch", "metrics_file", "plain", "read_lines"]
+__all__ = [
+    "NO_ROOM",
+    "Line",
+    "Metrics",
+    "MetricsWriter",
+    "Stopwatch",
+    "metrics_file",
+    "metrics_files",
+    "plain",
+    "read_lines",
+]
 
 Line: TypeAlias = dict[str, Any]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FILE = re.compile(r"worker-(\d+)\.jsonl")
 _OFTEN = ("step", "values")
 _FLUSH_S = 0.25  # how long lines of these kinds may wait for others before they are written
 
@@ -62,6 +74,16 @@ def metrics_file(worker: int) -> str:
     'worker-00003.jsonl'
     """
     return f"worker-{worker:05}.jsonl"
+
+
+def metrics_files(folder: Path) -> dict[int, Path]:
+    """Return the workers' files in a folder, by worker; what somebody else has put beside them is none.
+
+    >>> metrics_files(Path("/a/folder/that/is/not/there"))
+    {}
+    """
+    found = ((_FILE.fullmatch(path.name), path) for path in sorted(folder.glob("worker-*.jsonl")))
+    return {int(match[1]): path for match, path in found if match}
 
 
 class MetricsWriter:
@@ -157,17 +179,12 @@ class Metrics:
 
 def read_lines(folder: Path) -> Metrics:
     """Return the lines of all workers' files in a folder, without stale ones and a last one that a crash tore."""
-    files = sorted(folder.glob(metrics_file(0).replace("00000", "*")))
-    return Metrics({int(path.stem.rpartition("-")[2]): _without_stale(_parsed(path)) for path in files})
+    return Metrics({worker: _without_stale(_parsed(path)) for worker, path in metrics_files(folder).items()})
 
 
 def _parsed(path: Path) -> Iterator[Line]:
     for raw in path.read_bytes().splitlines():
-        try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):  # torn by a crash: of JSON or of UTF-8
-            continue
-        if is_readable(line):
+        if (line := read_line(raw)) is not None:
             yield line
 
 

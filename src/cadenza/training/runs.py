@@ -231,13 +231,16 @@ def write_model(target: Path, model: torch.nn.Module) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_model
 
+    from cadenza.checkpoint.files import as_os_error
+
     partial = target.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
     try:
         save_model(model, str(partial))
         os.replace(partial, target)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise CadenzaError(f"The model could not be written to {target}: {error}.") from error
+        reason = as_os_error(error, target)
+        raise CadenzaError(f"The model could not be written to {target}: {reason.strerror}.") from reason
 
 
 def _git_commit() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 from rich.console import Console
 
 from cadenza.cli.display import PlainDisplay
+from cadenza.cli.exit_codes import BAD_INPUT, FULL_DISK
 from cadenza.cli.failures import TrainingFailedError
 from cadenza.cli.following import Follower
 from cadenza.cli.launching import Crash, Workers
+from cadenza.cli.plans import SupervisorPlan, WorkerCommand
 from cadenza.cli.programs import Program, program_for
 from cadenza.cli.watching import watch
 from cadenza.training.config import Config
@@ -134,3 +137,19 @@ def test_the_worker_that_failed_first_is_named_with_its_reason(
     with pytest.raises(TrainingFailedError) as raised:
         watch(workers, follower, display, folder=tmp_path, logs=tmp_path / "logs" / "launch-001")
     assert str(raised.value).startswith(said.format(run=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("code", "starts"), [(FULL_DISK, 1), (BAD_INPUT, 1), (1, 3)], ids=["full disk", "bad input", "failure"]
+)
+def test_who_would_fail_in_the_same_way_is_not_started_again(
+    tmp_path: Path, store: int, code: int, starts: int
+) -> None:
+    for name in ("metrics", "logs"):
+        (tmp_path / name).mkdir()
+    command = WorkerCommand(0, [sys.executable, "-c", f"raise SystemExit({code})"], {})
+    places = {"metrics": str(tmp_path / "metrics"), "logs": str(tmp_path / "logs"), "host": "127.0.0.1", "port": store}
+    plan = SupervisorPlan([command], job="job", store=[], restarts=2, eager=True, **places)
+    arguments = [sys.executable, "-m", "cadenza.cli.supervisor", plan.to_json()]
+    assert subprocess.run(arguments, capture_output=True, timeout=120, check=False).returncode == 1
+    assert len(list((tmp_path / "logs").glob("*.err"))) == starts

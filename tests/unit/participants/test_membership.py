@@ -1,6 +1,9 @@
-"""A worker's place in a job: it is taken once, by one synchronizer."""
+"""A worker's place in a job: it is taken once, by one synchronizer, and under a number and a secret that are some."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,3 +25,29 @@ def attach_again(worker: Worker) -> None:
 def test_a_membership_that_has_ended_is_refused_and_nobody_is_waited_for() -> None:
     with workers(1) as pool:
         pool.run(attach_again)
+
+
+@pytest.mark.parametrize("given", [1.5, True, "x", "", "1.0", None])
+@pytest.mark.parametrize("name", ["worker", "workers"])
+def test_what_is_no_number_of_a_worker_is_refused_and_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: Any
+) -> None:
+    for variable in ("CADENZA_WORKER", "CADENZA_WORKERS"):
+        monkeypatch.setenv(variable, "x")
+    with pytest.raises(ValueError, match=rf"^{name} is a whole number of at least \d; got "):
+        cadenza.join("127.0.0.1:1", **{"worker": 0, "workers": 1, name: given})
+
+
+@pytest.mark.parametrize("secret", ["", " \n"])
+def test_an_empty_secret_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    with pytest.raises(ValueError, match="The secret is empty"):
+        cadenza.join("127.0.0.1:1", worker=0, workers=1, secret=secret)
+    monkeypatch.setenv("CADENZA_SECRET", secret)
+    with pytest.raises(ValueError, match="The secret is empty"):
+        cadenza.join("127.0.0.1:1", worker=0, workers=1)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_a_store_is_not_waited_for_without_end_by_mistake(seconds: float) -> None:
+    with pytest.raises(ValueError, match="wait_s is a number of seconds"):
+        cadenza.join("127.0.0.1:1", worker=0, workers=1, wait_s=seconds)

@@ -177,6 +177,7 @@ def test_a_signature_is_worth_nothing_elsewhere() -> None:
     ("make", "message"),
     [
         (lambda: cadenza.shrink(min_workers=0), "min_workers"),
+        (lambda: cadenza.shrink(min_workers=1.5), "min_workers"),  # type: ignore[arg-type]
         (lambda: cadenza.shrink(quorum=1.0), "quorum"),
         (lambda: cadenza.skip_round(grace_s=0), "grace_s"),
         (lambda: cadenza.shrink(poison="ignore"), "poison"),
@@ -355,10 +356,17 @@ def test_commit_at_is_a_share_of_the_weight() -> None:
     assert held((0.0, 0.0, 0.0, 0.0), (0, 1, 2)), "where nobody counted, all count alike"
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [1.0, "1"], [1.0, float("nan")], [True, 1.0]])
+@pytest.mark.parametrize("weights", [[1e308, 1e308], [1.0], [1.0, -1.0], [1.0, "1"], [1.0, float("nan")], [True, 1.0]])
 def test_weights_that_cannot_be_are_not_understood(weights: list[Any]) -> None:
     text = json.dumps({**json.loads(Arrival(0, "p", 5, "c", "t", last=(0, 1)).pack()), "weights": weights})
     with pytest.raises(ValueError, match="weight"):
+        Arrival.unpack(text)
+
+
+@pytest.mark.parametrize("late_s", [-1.0, float("nan"), float("inf"), "1", None])
+def test_an_arrival_that_would_spoil_a_roster_is_not_understood(late_s: Any) -> None:
+    text = json.dumps({**json.loads(Arrival(0, "p", 5, "c", "t", last=(0, 1)).pack()), "late_s": late_s})
+    with pytest.raises(ValueError, match="weights"):
         Arrival.unpack(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import resource
 import socket
 import threading
@@ -120,6 +121,13 @@ def test_what_is_no_entry_is_counted_and_not_fatal(text: str) -> None:
     for read in (Beat.unpack, Arrival.unpack, Roster.unpack, RoundId.parse):
         assert signer.understood(lambda read=read: read(text)) is None  # type: ignore[misc, attr-defined]
     assert signer.ignored == 4
+
+
+@pytest.mark.parametrize("late", [{"1": "long"}, {"1": [2]}, {"1": None}, {"1": float("nan")}])
+def test_a_roster_that_could_not_be_logged_is_none(late: dict[str, object]) -> None:
+    told = json.loads(Roster((0, 1), ("a", "b"), leader=0, late={1: 0.5}, sites=("", "")).pack())
+    assert Roster.unpack(json.dumps(told)).late == {1: 0.5}
+    assert Signer("job", secret=None).understood(lambda: Roster.unpack(json.dumps({**told, "late": late}))) is None
 
 
 def test_nobody_leads_to_a_step_that_nobody_has_come_to_by_its_own_steps() -> None:

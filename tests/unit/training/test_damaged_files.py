@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from cadenza.checkpoint.files import Manifest, read_manifest
+from cadenza.checkpoint.layout import workers_of
+from cadenza.cli.following import Follower
+from cadenza.cli.launching import log_folder
 from cadenza.codecs import native, topk
 from cadenza.codecs.kernels import using
 from cadenza.errors import CheckpointError, UsageError
 from cadenza.reports import RoundReport
 from cadenza.training.config import read_config
+from cadenza.training.metric_lines import is_readable
 from cadenza.training.metrics import MetricsWriter, read_lines
 from cadenza.training.saved import set_aside
 
@@ -95,6 +99,13 @@ def test_lines_of_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path).of("step")] == [1, 2]
 
 
+@pytest.mark.parametrize("key", ["gradient_bytes", "steps", "parameters", "workers"])
+def test_a_start_of_which_no_figure_could_be_shown_is_left_out(key: str) -> None:
+    start = {"kind": "start", "step": 0, "gradient_bytes": 8, "steps": 10, "parameters": 2, "workers": 1}
+    assert is_readable(start)
+    assert not any(is_readable({**start, key: value}) for value in ("é", "nan", None, 1e400, [1]))
+
+
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
 def test_compiled_codecs_that_were_cut_short_are_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +120,46 @@ def test_compiled_codecs_that_were_cut_short_are_compiled_again(
     library.write_bytes(whole[: len(whole) // 2])
     assert native._load(command)
     assert any(native._is_whole(path) for path in (tmp_path / "cadenza").glob("*.so"))
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
+def test_what_cannot_be_read_in_the_cache_is_no_compiled_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = native.compiler()
+    assert command is not None
+    key = native._key(command)
+    (tmp_path / "cadenza" / f"kernels-{key}-0.so").mkdir(parents=True)
+    (tmp_path / "cadenza" / f"kernels-{key}-1.so").symlink_to(tmp_path / "gone")
+    (tmp_path / "cadenza").chmod(0o700)
+    assert native._load(command)
+
+
+def test_a_file_beside_the_workers_of_a_checkpoint_is_none_of_them(tmp_path: Path) -> None:
+    for name in ("worker-00003.json", "worker-00003 (1).json", "worker-notes.json", "worker-00004.json.partial"):
+        (tmp_path / name).write_text("{}")
+    assert workers_of(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("bad", [b'{"kind": "phase", "st', b"\xff\xfe", b"[" * 100_000, b'{"kind": "end", "step": 1}'])
+def test_who_follows_a_run_leaves_out_what_cannot_be_read(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "worker-00000.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write("phase", 0, text="building the task")
+    good = path.read_bytes()
+    follower = Follower(tmp_path)
+    path.write_bytes(good + bad + b"\n" + b'{"kind": "step", "step": 1}\n' + good)
+    assert [line["text"] for _, line in follower.read()] == ["building the task"] * 2
+
+
+def test_a_file_beside_those_of_a_run_is_none_of_them(tmp_path: Path) -> None:
+    for name in ("worker-00000.jsonl", "worker-00000 (1).jsonl", "worker-old.jsonl"):
+        with MetricsWriter(tmp_path / name) as writer:
+            writer.write("step", 1, loss=2.5, samples=8)
+    assert read_lines(tmp_path).workers == [0]
+    assert Follower(tmp_path).read() == []
+    (tmp_path / "logs" / "launch-002").mkdir(parents=True)
+    (tmp_path / "logs" / "launch-of-monday").mkdir()
+    assert log_folder(tmp_path).name == "launch-003"
 
 
 def test_places_beyond_a_short_chunk_touch_nothing_or_are_damage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import resource
 import sys
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from cadenza.cli.exit_codes import FULL_DISK
+from cadenza.cli.train import finish
 from cadenza.cli.worker import main
-from cadenza.training import Config, runs
+from cadenza.training import Config, loop, runs
 from cadenza.training.best_model import BestModel
 from cadenza.training.held_out_shares import Evaluation
 from cadenza.training.job import Job
@@ -71,6 +75,30 @@ def test_two_in_a_row_end_the_run_with_a_line_and_a_checkpoint_that_exists(
     assert "Traceback" not in said
     assert not list((tmp_path / "run" / "checkpoints" / "step-00000006").iterdir())  # what room there is stays free
     assert last_whole_step(runs.Run(tmp_path / "run"), tolerant=False) == 2
+
+
+def test_a_model_that_finds_no_room_at_the_end_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write = loop.write_model
+
+    def write_on_a_full_disk(target: Path, model: torch.nn.Module) -> None:
+        with full_disk():
+            write(target, model)
+
+    monkeypatch.setattr(loop, "write_model", write_on_a_full_disk)
+    assert train(tmp_path / "run", monkeypatch, full_at=set()) == FULL_DISK
+    assert "model.safetensors: File too large." in capfd.readouterr().err
+
+
+def test_a_report_that_finds_no_room_does_not_spoil_a_run_that_has_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(tmp_path / "run", monkeypatch, full_at=set()) == 0
+    with Console(file=io.StringIO(), width=200) as console, full_disk():
+        finish([tmp_path / "run"], tmp_path / "run" / "report.html", console, report=True)
+    assert "There is no report:" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert not list((tmp_path / "run").glob("report*"))
 
 
 def test_a_log_on_a_full_disk_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
