@@ -183,7 +183,10 @@ def test_a_site_that_misses_rounds_of_all_comes_back_with_its_progress(ranks: Ra
     assert (0, 1) in [members for step, members in first["held"].items() if step % OUTER == 0]
     assert first["held"][108] == (0, 1, 2, 3)
     assert third["taken"] < 110, "it went on from the step of the others"
-    assert third["held"] == fourth["held"]
+    for one, other, mate in ((third, fourth, 3), (fourth, third, 2)):  # either may be a round ahead when both go on
+        together = {step: members for step, members in one["held"].items() if mate in members}
+        assert together == {step: other["held"][step] for step in together}
+        assert len(one["held"]) - len(together) <= 1
     assert first["taken"] == 110
 
 

@@ -13,7 +13,16 @@ from cadenza.training.loop import run_worker
 from cadenza.training.task import load_build
 from support.ranks import RankPool
 
-GPT = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 4, "lr_warmup": 4, "held_out_windows": 16}
+GPT = {
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "context": 32,
+    "batch": 4,
+    "lr_warmup": 4,
+    "held_out_windows": 16,
+    "lr": 1e-3,
+}
 TASKS: dict[str, dict[str, Any]] = {
     "cadenza.training.standard_library_gpt:build": GPT,
     "examples.tasks.digits_convnet:build": {"channels": 4},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -41,6 +43,8 @@ def train(worker: Worker, begun: Begun) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         sync.step()
+        if sync.clock == 10:
+            time.sleep(0.1)  # so that whoever looks every millisecond sees what is there
     sync.finish()
     rounds = [report.step for report in told if report.kind == "round"]
     return {"rounds": rounds, "weight": model.weight.detach().clone(), "ignored": membership.signer.ignored}
@@ -49,7 +53,7 @@ def train(worker: Worker, begun: Begun) -> dict[str, Any]:
 def place_of(pool: WorkerPool) -> dist.Store:
     """Where the job's entries are, for somebody who reaches the port and has no secret."""
     assert pool._store is not None
-    client = dist.TCPStore("127.0.0.1", pool._store.port, None, False)
+    client = dist.TCPStore("127.0.0.1", pool._store.port, None, False, timeout=timedelta(seconds=1))
     return dist.PrefixStore(f"cadenza/mine/{Signer('mine', secret='word').space}", client)
 
 
@@ -63,16 +67,19 @@ def recorded() -> dict[str, bytes]:
         while not over.wait(0.001):
             for key in (VERDICT, READY):
                 if place.check([key]):
-                    found[key] = place.get(key)
+                    with suppress(dist.DistStoreError):  # it was deleted in between
+                        found[key] = place.get(key)
 
     with workers(2, timeout_s=60.0) as pool:
+        watching = threading.Thread(target=lambda: watch(place_of(pool)), daemon=True)
 
         def begun(worker: Worker, sync: cadenza.Synchronizer) -> None:
             if worker.rank == 0:
-                threading.Thread(target=watch, args=(place_of(pool),), daemon=True).start()
+                watching.start()
 
         pool.run(train, begun)
         over.set()
+        watching.join()  # while there is a store
         found[FINISHED] = place_of(pool).get(FINISHED)
     assert found.keys() == {VERDICT, READY, FINISHED}
     return found
