@@ -142,7 +142,7 @@ class Bar:
 
     def verdict(self, records: Records) -> str:
         found = _excess_of(self.entry, records)
-        return "not measured yet" if found is None else _told(found, found[0] <= self.most)
+        return _first_look(self.entry, records) if found is None else _told(found, found[0] <= self.most)
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,22 @@ def _excess_of(name: str, records: Records) -> tuple[float, float] | None:
     entry = find(name)
     ours, theirs = final_of(entry, records), final_of(baseline_of(entry), records)
     return None if ours is None or theirs is None else excess(ours, theirs)
+
+
+def _first_look(name: str, records: Records) -> str:
+    """Say what the tuning itself shows of a study whose final runs are missing."""
+    study = find(name)
+    assert isinstance(study, Study)
+    best = []
+    for one in (study, baseline_of(study)):
+        point = one.found(records).best
+        run = None if point is None else records.get(one.setting(point))
+        if run is None:
+            return "not measured yet"
+        best.append((run["validation"], one.tuned(records) is not None))
+    (ours, tuned), (theirs, tuned_too) = best
+    goes_on = "" if tuned and tuned_too else ", and not all neighbours of the best settings tried"
+    return f"not decided; {100 * (ours / theirs - 1):+.2f} % with the tuning's one seed, on its text{goes_on}"
 
 
 def _told(found: tuple[float, float], held: bool) -> str:

@@ -165,15 +165,33 @@ def fake_loss(setting: Setting) -> float:
     return (2 + 0.1 * off + 0.05 * batch) * (1 + 0.01 * (setting.workers - 1)) + 1e-3 * setting.seed
 
 
+def add_fake(records: Records, setting: Setting) -> None:
+    loss = fake_loss(setting)
+    result = {"validation": loss, "test": loss, "bytes_sent": 10**6, "cpu_seconds": 1.0}
+    records.runs[setting.key] = {"key": setting.key, **result}  # without a file: that is tested elsewhere
+
+
+def test_a_bar_whose_final_runs_are_missing_tells_what_tuning_found(tmp_path: Path) -> None:
+    records, wanted = Records(tmp_path), {"ddp 3.3M", "diloco 4 workers period 30 3.3M"}
+    [bar] = [bar for bar in BARS if bar.name == "four workers, 3.3 M parameters"]
+    tuning = studies.TUNING_SEED
+    told = []
+    while runs := [s for name, s in studies.missing(records) if name in wanted and s.seed == tuning]:
+        told.append(bar.verdict(records))
+        add_fake(records, runs[-1])
+    assert told[0] == "not measured yet"
+    assert told[-1].endswith("not all neighbours of the best settings tried")
+    assert bar.verdict(records).startswith("not decided; +")
+    assert bar.verdict(records).endswith("on its text")
+
+
 def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     records = Records(tmp_path)
     wanted = {"ddp", "diloco 4 workers period 30", "diloco 2 workers period 30", "int8 with feedback"}
     wanted |= {"ddp 35k", "diloco 4 workers period 30 35k"}
     while runs := [setting for name, setting in studies.missing(records) if name in wanted]:
-        loss = fake_loss(runs[0])
-        result = {"validation": loss, "test": loss, "bytes_sent": 10**6, "cpu_seconds": 1.0}
-        records.runs[runs[0].key] = {"key": runs[0].key, **result}  # without a file: that is tested elsewhere
+        add_fake(records, runs[0])
     four = studies.find("diloco 4 workers period 30")
     assert isinstance(four, studies.Study)
     assert four.found(records).best == {"lr": 4e-3, "outer_lr": 1.0, "outer_momentum": 0.6, "batch": 4}
