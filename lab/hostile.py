@@ -106,9 +106,10 @@ def _longest(times: list[float], began: float, over: float) -> float:
 def _bits(logs: list[Log]) -> dict[int, str]:
     """Return the bits after each round, up to the first that was not held by all."""
     found: dict[int, str] = {}
+    failed = {line["step"] for log in logs for line in log.lines if line["kind"] == "failed"}
     for line in logs[0].rounds:
         step = line["step"]
-        if len(line["members"]) < WORKERS or step != (len(found) + 1) * PERIOD:
+        if len(line["members"]) < WORKERS or step in failed or step != (len(found) + 1) * PERIOD:
             return found
         found[step] = line["digest"]
     return found
