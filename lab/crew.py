@@ -72,10 +72,13 @@ class Crew:
             self.join(worker)
 
 
-def start_store(*options: str) -> tuple[subprocess.Popen[str], int]:
-    """Start a store in a process of its own; return it and its port."""
+def start_store(*options: str, secret: str | None = None) -> tuple[subprocess.Popen[str], int]:
+    """Start a store in a process of its own, with a secret or without one; return it and its port."""
     command = [sys.executable, "-m", "cadenza.membership", "--host", "127.0.0.1", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {key: value for key, value in os.environ.items() if key != "CADENZA_SECRET"}
+    if secret is not None:
+        environment["CADENZA_SECRET"] = secret
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 

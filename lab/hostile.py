@@ -1,6 +1,7 @@
 """Ten minutes of a hostile client at the store's port, and at the workers', while four workers train with a secret.
 
     python -m lab.hostile --minutes 10
+    python -m lab.hostile --minutes 10 --open-store    # the store itself was started without the secret
 
 First nobody disturbs them; then a stranger who does not know the secret does everything that
 `lab/hostile_attacks.py` can think of, one thing after another and all at once. Nobody may end, no two workers may ever
@@ -25,7 +26,7 @@ from lab.crew import Crew, start_store, until, usage
 from lab.crew_worker import Log, disagreeing, work
 from lab.hostile_attacks import ATTACKS
 
-RESULTS = Path(__file__).parent / "results" / "hostile.json"
+RESULTS = Path(__file__).parent / "results"
 WORKERS, PERIOD, STEP_S = 4, 2, 0.02
 LAST_STEPS = 50  # after the attacks, and told to all: nobody may end before
 PATIENCE_S = 300.0
@@ -33,10 +34,17 @@ MOST_KB = {"worker": 64 << 10, "store": 256 << 10}  # by which memory may grow: 
 OWN_NETWORK = ("unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
-def run(minutes: float, folder: Path, *, secret: str | None, attacks: list[str] | None = None) -> dict[str, Any]:
+def run(
+    minutes: float,
+    folder: Path,
+    *,
+    secret: str | None,
+    store_secret: str | None,
+    attacks: list[str] | None = None,
+) -> dict[str, Any]:
     """Train for a while, with a stranger who does these things or without one; return what came of it."""
     folder.mkdir()
-    store, port = start_store()
+    store, port = start_store(secret=store_secret)
     told = {"address": f"127.0.0.1:{port}", "workers": WORKERS, "logs": str(folder), "period": PERIOD}
     crew = Crew(work, {**told, "step_s": STEP_S, "grace_s": 3.0, "secret": secret})
     logs = [Log(folder / f"{worker}.jsonl") for worker in range(WORKERS)]
@@ -160,8 +168,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--quiet-minutes", type=float, default=1.0)
     parser.add_argument("--no-secret", action="store_true", help="to see what anybody can do then")
+    parser.add_argument("--open-store", action="store_true", help="a store that asks nobody for the secret")
     parser.add_argument("--kinds", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -170,17 +179,19 @@ def main() -> int:
         return subprocess.run(command, check=False).returncode
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     secret = None if given.no_secret else "known to the workers alone"
+    secrets = {"secret": secret, "store_secret": None if given.open_store else secret}
+    out = given.out or RESULTS / ("hostile_open_store.json" if given.open_store else "hostile.json")
     with tempfile.TemporaryDirectory(prefix="hostile-") as temporary:
         folder = given.logs or Path(temporary)
-        quiet = run(given.quiet_minutes, folder / "quiet", secret=secret)
-        attacked = run(given.minutes, folder / "attacked", secret=secret, attacks=given.kinds)
+        quiet = run(given.quiet_minutes, folder / "quiet", **secrets)
+        attacked = run(given.minutes, folder / "attacked", **secrets, attacks=given.kinds)
     verdict = judged(quiet, attacked)
     for one in (quiet, attacked):
         one["bits"] = len(one["bits"])
     for turn in attacked["turns"]:
         print(json.dumps(turn))
     print(json.dumps({**verdict, **{key: value for key, value in attacked.items() if key != "turns"}}, indent=1))
-    given.out.write_text(json.dumps({"verdict": verdict, "quiet": quiet, "attacked": attacked}, indent=1) + "\n")
+    out.write_text(json.dumps({"verdict": verdict, "quiet": quiet, "attacked": attacked}, indent=1) + "\n")
     return 0 if verdict["right"] and verdict["goes_on"] and verdict["memory_bounded"] else 1
 
 

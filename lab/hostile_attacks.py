@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from cadenza.participants.private_store.client import greet
+from cadenza.participants.private_store.frames import NONCE_BYTES, Frames, key_of, proof
 from cadenza.participants.signed_store import SignedStore
 from cadenza.participants.signing import Signer
 
@@ -228,10 +230,40 @@ def abstract(target: Target) -> int:
     return len(names)
 
 
+def guess(target: Target) -> int:
+    """Try to enter a private store: with a proof of one's own, with the server's words, with frames alone."""
+    dice = target.dice
+    with suppress(OSError):
+        if (connection := greet("127.0.0.1", target.port, timeout_s=1)) is None:
+            return 0
+        with connection:
+            theirs = connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
+            key = key_of("a guess")
+            forged = Frames(key, theirs, theirs, serves=False).pack([b"keys", b""])
+            guessed = proof(key, theirs, theirs, of_server=False)
+            connection.sendall(dice.choice((theirs + guessed + forged, theirs + theirs, forged, theirs + bytes(16))))
+            return 1
+    return 0
+
+
+def linger(target: Target) -> int:
+    """Hold 1,000 connections that have been greeted, and answer nothing."""
+    with suppress(OSError):
+        connection = greet("127.0.0.1", target.port, timeout_s=1)
+        if connection is not None:
+            target.held.append(connection)
+            if len(target.held) > 1000:
+                target.held.pop(0).close()
+            return 1
+    return 0
+
+
 Attack = Callable[[Target], int]
 ATTACKS: dict[str, tuple[Attack, float]] = {  # with the pause after each time, in seconds
     "garbage": (garbage, 0.002),
     "idle connections": (idle, 0.002),
+    "guesses of the secret": (guess, 0.002),
+    "greeted, and silent": (linger, 0.002),
     "flood of connections": (flood, 0.05),
     "overwrite": (overwrite, 0.2),
     "delete": (delete, 0.2),

@@ -12,13 +12,14 @@ from contextlib import suppress
 
 from cadenza.participants.membership import Membership, join
 from cadenza.participants.name_lookup import use_hosts_file_only
+from cadenza.participants.signing import shared_secret
 from cadenza.participants.store import serve
 
 __all__ = ["Membership", "join", "serve"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve a store until this process is ended."""
+    """Serve a store until this process is ended: one for those who know the secret, if CADENZA_SECRET is set."""
     import resource  # Unix alone has it, and `signal.pause`
 
     parser = argparse.ArgumentParser(prog="python -m cadenza.membership", description=main.__doc__)
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # or a thousand idle connections would shut all others out
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    store = serve(given.port, host=given.host)
+    store = serve(given.port, host=given.host, secret=shared_secret())
     print(store.port, flush=True)
     signal.pause()
 

@@ -12,6 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from cadenza.errors import TurnedAwayError
+from cadenza.participants.signing import Signer
+from cadenza.participants.store import StoreConnection
 from cadenza.training.runs import open_run, read_metrics
 from support.commands import (
     PATIENCE_S,
@@ -60,6 +63,10 @@ def store_process(run: Path) -> psutil.Process:
     return next(process for process in supervisor.children() if "cadenza.cli.store" in process.cmdline())
 
 
+def store_address(run: Path) -> str:
+    return str(worker_process(run, 0).environ()["CADENZA_STORE"])
+
+
 def meets(run: Path, members: list[int], after: int) -> Callable[[], bool]:
     """Whether just these workers have held a round after a step, as worker 0 says."""
     return lambda: any(r["participants"] == members and r["step"] > after for r in lines(run, 0, "round"))
@@ -71,12 +78,14 @@ def last_step(run: Path) -> int:
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run in which a worker was killed, came back, and was killed once too often; the store was killed, too."""
+    """A run in which a worker was killed, came back, and was killed once too often; its private store died, too."""
     folder = tmp_path_factory.mktemp("survived")
     run, go = folder / "run", folder / "go"
     flags = ["--workers", 3, "--steps", 1500, "--faults", "shrink", "--set", "faults.restarts=1", *slow_until(go)]
-    with started("train", TASK, "--run", run, *flags, *QUICK, folder=folder) as front:
+    with started("train", TASK, "--run", run, *flags, *QUICK, folder=folder, CADENZA_SECRET="our word") as front:
         wait_until(has_begun(run, 3, 2 * PERIOD))
+        with pytest.raises(TurnedAwayError):
+            StoreConnection(store_address(run), Signer("job", secret=None)).call(lambda store: store.read("latest"))
         others = [worker_process(run, worker).pid for worker in (0, 2)]
         worker_process(run, 1).kill()
         wait_until(lambda: len(lines(run, 1, "start")) == 2)

@@ -10,6 +10,7 @@ import torch
 
 import cadenza
 from cadenza.errors import TurnedAwayError
+from cadenza.participants.store import serve
 from support.faults import QUICK, build, join, kill, rank, stop_for, train
 from support.ranks import RankPool, outcome
 
@@ -139,8 +140,10 @@ def with_secrets(port: int) -> Any:
     return outcome(train, port, 2, strategy, 40, secret="another" if rank() == 2 else None, step_s=0.05)
 
 
-def test_who_does_not_know_the_secret_is_turned_away(ranks: RankPool, store: int) -> None:
-    first, second, *strangers = ranks.run(4, with_secrets, store, init=False)
+@pytest.mark.parametrize("private", [False, True])
+def test_who_does_not_know_the_secret_is_turned_away(ranks: RankPool, private: bool) -> None:
+    store = serve(host="127.0.0.1", secret="our word" if private else None)
+    first, second, *strangers = ranks.run(4, with_secrets, store.port, init=False)
     assert first[0] == second[0] == "ok"
     assert torch.equal(first[1]["values"], second[1]["values"])
     assert set(first[1]["participants"]) == {(0, 1)}

@@ -35,12 +35,12 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def started(*arguments: object, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, at work; ended in any case."""
+def started(*arguments: object, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, at work; ended in any case. The variables are added to its environment."""
     front = subprocess.Popen(
         command(*arguments),
         cwd=folder,
-        env=environment(),
+        env={**environment(), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -120,8 +120,7 @@ def assemble(
         vote = Vote(store, f"{place}/assembled", members=len(members), timeout_s=timeout_s, counts=counts)
         if not vote.ready(lambda: bool(missing())):
             raise TransportError(f"Not all of workers {list(members)} came together; gone: {sorted(missing())}.")
-        prefix = dist.PrefixStore(f"{place}/group", store.below)
-        seat = Seat(tuple(members), list(members).index(worker), prefix, timeout_s)
+        seat = Seat(tuple(members), list(members).index(worker), store.unsigned(f"{place}/group"), timeout_s)
         group = Forming(store, place, seat, missing=missing, reach=reach).form()
         return Generation(group, seat, place=place, signer=signer)
 

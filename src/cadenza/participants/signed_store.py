@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from cadenza.errors import StoreLostError
+from cadenza.participants.private_store.client import PrivateStore
 from cadenza.participants.signing import Signer
 
 __all__ = ["SignedStore"]
@@ -30,7 +31,7 @@ class SignedStore(dist.Store):
     """Signs what is written and verifies what is read; reading never waits.
 
     Args:
-        below: The store itself.
+        below: The store itself: a private one, or one of torch's.
         signer: The job's signer.
         who: What tells this client from others, where they are counted.
         shared: The place of the job in the store, for those with this secret and those with another one.
@@ -65,6 +66,12 @@ class SignedStore(dist.Store):
         """
         return SignedStore(self.below, self._signer, who=self._who, shared=self._shared, mark=mark)
 
+    def unsigned(self, place: str) -> dist.Store:
+        """Return what stands below a place, for those who cannot sign."""
+        if isinstance(self.below, PrivateStore):
+            return self.below.below(place)
+        return dist.PrefixStore(place, self.below)
+
     def has_strangers(self) -> bool:
         """Note that workers with this secret use the job's name, and tell whether some with another one do, or did.
 
@@ -84,10 +91,8 @@ class SignedStore(dist.Store):
 
     def read_all(self, keys: Sequence[str]) -> list[str | None]:
         """Return the texts under several keys, on one way to the store if all are there."""
-        if len(keys) < 2 or not self.below.check(list(keys)):
-            return [self.read(key) for key in keys]
-        found = self.below.multi_get(list(keys))
-        lines = [self._verified(key, bytes(data)) for key, data in zip(keys, found, strict=True)]
+        found = _find_all(self.below, list(keys))
+        lines = [self._verified(key, data or b"") for key, data in zip(keys, found, strict=True)]
         return [line[0] if line else None for line in lines]
 
     def lines(self, key: str) -> list[str]:
@@ -149,8 +154,18 @@ class SignedStore(dist.Store):
         return f"{key} {self._mark}" if self._mark else key
 
 
+def _find_all(store: dist.Store, keys: list[str]) -> list[bytes | None]:
+    if isinstance(store, PrivateStore):
+        return store.find_all(keys)
+    if len(keys) > 1 and store.check(keys):
+        return [bytes(data) for data in store.multi_get(keys)]
+    return [_find(store, key) for key in keys]
+
+
 def _find(store: dist.Store, key: str) -> bytes | None:
     """Return what stands under a key, whatever it is; where torch's own `get` would wait, None."""
+    if isinstance(store, PrivateStore):
+        return store.find(key)
     found = _compare_set(store, key, _NOTHING, _NOTHING)
     return None if found == _NOTHING else found
 

@@ -48,17 +48,17 @@ class Signer:
 
     Attributes:
         job: What tells this job from others that use the store.
-        secret: Whether there is a secret.
+        secret: The secret, if there is one.
         space: A name for all that know the secret: they write below it, and do not disturb those with another one.
         ignored: How many entries were ignored: they bear no right signature, or cannot be read.
     """
 
     def __init__(self, job: str, *, secret: str | None) -> None:
         self.job = job
-        self.secret = secret is not None
+        self.secret = secret
         self.ignored = 0
         self._key = hashlib.blake2b((secret or "").encode(), digest_size=32, person=b"cadenza seal").digest()
-        self.space = self.sign(b"", "space").hex()[:8] if self.secret else "open"
+        self.space = self.sign(b"", "space").hex()[:8] if secret is not None else "open"
 
     def sign(self, data: bytes, place: str) -> bytes:
         """Return the signature of data at a place."""

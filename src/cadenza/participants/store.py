@@ -1,4 +1,7 @@
-"""Where workers meet: torch's TCPStore, in a process that outlives every worker, and connections to it that never hang.
+"""Where workers meet: a store in a process that outlives every worker, and connections to it that never hang.
+
+With a secret it is a private store, which nobody else can use; without one it is torch's TCPStore, which asks nobody. A
+client finds out which it is.
 
 A client of a TCPStore whose link is cut waits for as long as TCP does. So every call is made on a thread of its own
 connection, and given up after a while together with the thread; the next call opens a new one.
@@ -8,6 +11,7 @@ From the shell: ``python -m cadenza.membership --port 29400``.
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -16,16 +20,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import TypeVar
+from functools import cache
+from typing import TypeVar, overload
 
 from cadenza.common.later import dist
-from cadenza.errors import CadenzaError, StoreLostError, TransportError
+from cadenza.errors import CadenzaError, StoreLostError, TransportError, TurnedAwayError
 from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.name_lookup import limit_name_lookups
+from cadenza.participants.private_store.client import PrivateStore, greet
+from cadenza.participants.private_store.server import PrivateStoreServer
 from cadenza.participants.signed_store import SignedStore
-from cadenza.participants.signing import Signer
+from cadenza.participants.signing import Signer, shared_secret
 
 __all__ = ["StoreConnection", "serve", "wait_for"]
+
+_logger = logging.getLogger("cadenza")
 
 T = TypeVar("T")
 
@@ -35,15 +44,30 @@ _CONNECT_S = 3.0  # more than `limit_name_lookups` allows a name server
 _CALL_S = 5.0
 
 
-def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
+@overload
+def serve(port: int = 0, *, host: str = "0.0.0.0", secret: None = None) -> dist.TCPStore: ...
+
+
+@overload
+def serve(port: int = 0, *, host: str = "0.0.0.0", secret: str) -> PrivateStoreServer: ...
+
+
+@overload
+def serve(port: int = 0, *, host: str = "0.0.0.0", secret: str | None) -> dist.TCPStore | PrivateStoreServer: ...
+
+
+def serve(port: int = 0, *, host: str = "0.0.0.0", secret: str | None = None) -> dist.TCPStore | PrivateStoreServer:
     """Start a store in this process, on a free port for 0; it lives as long as the object that is returned.
 
-    Where name servers are slow, the process of ``python -m cadenza.membership`` is the better place: it asks none.
+    Without a secret, where name servers are slow, the process of ``python -m cadenza.membership`` is the better place:
+    it asks none.
 
     Args:
         port: Where it listens.
         host: The one address at which it listens; "0.0.0.0" for all that this host has, as for a name that means
             this host alone here and something else elsewhere.
+        secret: The word that the job's workers know: nobody else can read the store, write to it or stay connected.
+            None: torch's TCPStore, which anyone can use who reaches the port.
 
     Raises:
         OSError: The port is taken, or the address is none of this host's.
@@ -51,9 +75,12 @@ def serve(port: int = 0, *, host: str = "0.0.0.0") -> dist.TCPStore:
     >>> store = serve(host="127.0.0.1")
     >>> store.port > 0
     True
+    >>> serve(host="127.0.0.1", secret="our word").close()
     """
-    # Torch would listen at every address, whatever host is given.
     at = _address_of(host)
+    if secret is not None:
+        return PrivateStoreServer(at, secret=shared_secret(secret) or "", port=port)
+    # Torch would listen at every address, whatever host is given.
     listener = socket.create_server((at, port), family=_family(at), backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -81,7 +108,7 @@ class StoreConnection:
 
     Args:
         address: The store's "host:port".
-        signer: What signs and verifies; it also says where in the store the job's entries are.
+        signer: What signs and verifies; it also says where in the store the job's entries are, and opens a private one.
         who: What tells this client from others, where they are counted.
     """
 
@@ -129,13 +156,22 @@ class StoreConnection:
             work.put((_end, Future()))
 
     def _open(self) -> SignedStore:
-        socket.create_connection(
-            (self._host, self._port), _CONNECT_S
-        ).close()  # fails in silence, where torch would not
-        client = dist.TCPStore(self._host, self._port, None, False, timeout=timedelta(seconds=_CONNECT_S))
-        shared = dist.PrefixStore(f"cadenza/{self._signer.job}", client)
-        below = dist.PrefixStore(self._signer.space, shared)
-        return SignedStore(below, self._signer, who=self._who, shared=shared)
+        secret = self._signer.secret
+        connection = greet(self._host, self._port, timeout_s=_CONNECT_S)  # fails in silence, where torch would not
+        if connection is None:
+            if secret is not None:
+                _warn_of_strangers(f"{self._host}:{self._port}")
+            client = dist.TCPStore(self._host, self._port, None, False, timeout=timedelta(seconds=_CONNECT_S))
+            shared = dist.PrefixStore(f"cadenza/{self._signer.job}", client)
+            return SignedStore(dist.PrefixStore(self._signer.space, shared), self._signer, who=self._who, shared=shared)
+        if secret is None:
+            connection.close()
+            raise TurnedAwayError(
+                f"The store at {self._host}:{self._port} was started with a secret, and this worker has none: set "
+                "CADENZA_SECRET, or secret=… of join(), to the others' word."
+            )
+        private = PrivateStore.enter(connection, secret, timeout_s=_CALL_S).below(f"cadenza/{self._signer.job}")
+        return SignedStore(private.below(self._signer.space), self._signer, who=self._who, shared=private)
 
     def _give_up(self, work: queue.SimpleQueue[_Task]) -> None:
         with self._lock:
@@ -145,6 +181,16 @@ class StoreConnection:
 
     def _lost(self, how: str) -> str:
         return f"The store at {self._host}:{self._port} cannot be reached: {how}."
+
+
+@cache
+def _warn_of_strangers(address: str) -> None:
+    """Say it once in a process."""
+    _logger.warning(
+        "The store at %s was started without the secret, so whoever reaches it can delete or overwrite what workers "
+        "write there. Start it with theirs (CADENZA_SECRET=… python -m cadenza.membership).",
+        address,
+    )
 
 
 class _EndError(Exception):

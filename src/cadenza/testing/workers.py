@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 
 from cadenza.participants.membership import Membership, join
+from cadenza.participants.private_store.server import PrivateStoreServer
+from cadenza.participants.signing import shared_secret
 from cadenza.participants.store import serve
 from cadenza.transports.group import Group, use_group
 from cadenza.transports.loopback import LoopbackHub
@@ -88,7 +90,7 @@ class WorkerPool:
         self._count = count
         self._timeout_s = timeout_s
         self._hosts = hosts
-        self._store: dist.TCPStore | None = None
+        self._store: dist.TCPStore | PrivateStoreServer | None = None
         self._serving = threading.Lock()
         self._runs = 0
 
@@ -115,7 +117,7 @@ class WorkerPool:
 
     def _join(self, run: int, **options: Any) -> Membership:
         with self._serving:
-            self._store = self._store or serve(host="127.0.0.1")
+            self._store = self._store or serve(host="127.0.0.1", secret=shared_secret())
         return join(f"127.0.0.1:{self._store.port}", **{"job": f"run {run}", **options})
 
 
