@@ -1,4 +1,4 @@
-"""The field's algorithms by name, each a short composition of the seven choices with its paper's defaults."""
+"""The field's algorithms by name: short compositions of the seven choices; defaults are their papers' or measured."""
 
 from __future__ import annotations
 
@@ -183,8 +183,9 @@ def diloco(
     """Take many local steps, then an outer Nesterov step on the mean difference (arXiv 2311.08105).
 
     The outer learning rate and momentum are those that were found to suit the period and the number of workers
-    (`cadenza.outer.suited`), and at the paper's own period its own; ``defaults="paper"`` takes 0.7 and 0.9 at any, and
-    what is given wins.
+    (`cadenza.outer.suited`; tuned at periods of 8, 30 and 100 on small models), and from a period of 500 on the paper's
+    own; ``defaults="paper"`` takes 0.7 and 0.9 at any, and what is given wins. A period that changes, or is measured
+    ("auto"), gets what suits 30.
 
     >>> [diloco(period, outer_momentum=momentum).levels[0].outer.lr for period, momentum in ((30, 0.8), (30, 0.9))]
     [0.7, 0.35]
@@ -253,8 +254,8 @@ def muloco(
     """Take DiLoCo's outer step over workers that train with Muon (arXiv 2505.23725).
 
     The inner optimizers are `cadenza.optim.muon_and_adamw(model)`. The outer step suits the period as that of `diloco`
-    does; ``defaults="paper"`` takes the authors' for one worker, 0.7 and 0.6. With several they tuned larger ones: 0.9
-    and 0.8 for 2 and 8, 1.0 and 0.9 for 16.
+    does (tuned at a period of 30 with four workers); ``defaults="paper"`` takes the authors' for one worker, 0.7 and
+    0.6. With several they tuned larger ones: 0.9 and 0.8 for 2 and 8, 1.0 and 0.9 for 16.
 
     >>> muloco().levels[0].outer.momentum, muloco(defaults="paper").levels[0].outer.momentum
     (0.8, 0.6)
@@ -304,8 +305,8 @@ def streaming_diloco(
 
     The mean comes back in 4 bits too; ``codec=e3m0(back=int8())`` loses half as much of it for 1.4 times the bytes, and
     trained no better where it was measured (docs/decisions/0004-codecs.md). The outer step suits the period as that of
-    `diloco` does, and a landing keeps what was learned since the launch; ``defaults="paper"`` takes 0.4 and 0.9, and
-    keeps half of the local value (`alpha`) instead.
+    `diloco` does (tuned at 30, one layer at a time, two steps late), and a landing keeps what was learned since the
+    launch; ``defaults="paper"`` takes 0.4 and 0.9, and keeps half of the local value (`alpha`) instead.
 
     >>> strategy, published = streaming_diloco(30, delay=3), streaming_diloco(30, delay=3, defaults="paper")
     >>> [(each.levels[0].outer.lr, each.alpha, each.keep_progress) for each in (strategy, published)]

@@ -47,7 +47,7 @@ def contestants(file: Path | None, overrides: Mapping[str, Any], names: Sequence
     >>> found["ddp"].config.strategy.arguments, found["diloco"].config.strategy.arguments["period"]
     ({}, 8)
     >>> found["ddp"].told
-    'ddp: options.lr = 0.016, from the recipe gpt-ddp'
+    'ddp: options.lr = 0.008, from the recipe gpt-ddp'
     """
     names = [name.strip() for name in names]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -69,8 +69,28 @@ def _contestant(file: Path | None, overrides: Mapping[str, Any], name: str) -> C
     recipe = recipe_for(config.task, name)
     if recipe is None:
         return Contestant(config, False, f"{name}: the task's own learning rate; no recipe has one tuned for it")
-    config = config.with_(**{key: value for key, value in recipe.values.items() if key not in given})
-    return Contestant(config, True, f"{name}: {_TUNED} = {config.options['lr']}, from the recipe {recipe.name}")
+    values = {key: value for key, value in recipe.values.items() if key.startswith(("options.", _STRATEGY))}
+    other_period = config.strategy.arguments.get("period") != values.get("strategy.period")
+    if other_period or "strategy.defaults" in given:  # the recipe's outer step suits its own period
+        values = {key: value for key, value in values.items() if not key.startswith(_STRATEGY)}
+    config = config.with_(**{key: value for key, value in values.items() if key not in given})
+    told = f"{name}: {_TUNED} = {config.options['lr']}, from the recipe {recipe.name}"
+    if elsewhere := _differing(config, Config().with_(**recipe.values)):
+        return Contestant(config, False, f"{told}, which was tuned for other values of {', '.join(elsewhere)}")
+    return Contestant(config, True, told)
+
+
+def _differing(one: Config, other: Config) -> list[str]:
+    """Return in which keys that decide what learning rate is right two configurations differ."""
+    here, there = _deciding(one), _deciding(other)
+    return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+
+
+def _deciding(config: Config) -> dict[str, Any]:
+    options = {f"options.{key}": value for key, value in config.options.items()}
+    strategy = {f"{_STRATEGY}{key}": value for key, value in config.strategy.arguments.items()}
+    launch = {"launch.workers": config.launch.workers, "launch.nnodes": config.launch.nnodes}
+    return {"steps": config.steps, **launch, **options, **strategy}
 
 
 def _given(file: Path | None, overrides: Mapping[str, Any], name: str) -> set[str]:

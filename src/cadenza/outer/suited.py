@@ -18,6 +18,8 @@ Defaults = Literal["measured", "paper"]
 
 _WORTH, _AT, _POWER = 2.5, 8, 0.25
 _LONG = 200  # periods beyond this one were not measured, and take what DiLoCo's authors took for 500
+_LONGEST = 500
+_USUAL = 30  # stands for a period that is not known beforehand: the middle of what was tuned
 _MOMENTUM, _LONG_MOMENTUM = 0.8, 0.9
 _MOST = 1.0  # with four workers a larger rate was nowhere the best
 _FEW = 4
@@ -38,8 +40,10 @@ class Suited(NamedTuple):
 def suited(period: int, *, momentum: float | None = None) -> Suited:
     """Return the outer step that suits a period, with AdamW inside; its rate suits the momentum, if one is given.
 
-    >>> [suited(period)[:2] for period in (8, 30, 100, 500)]
-    [(0.5, 0.8), (0.7, 0.8), (0.94, 0.8), (0.7, 0.9)]
+    Periods of 8, 30 and 100 were tuned. What is beyond 500 takes the outer step of 500.
+
+    >>> [suited(period)[:2] for period in (8, 30, 100, 500, 5000)]
+    [(0.5, 0.8), (0.7, 0.8), (0.94, 0.8), (0.7, 0.9), (0.7, 0.9)]
     >>> suited(30, momentum=0.9)
     Suited(lr=0.35, momentum=0.9, rises_beyond=4)
     """
@@ -47,7 +51,7 @@ def suited(period: int, *, momentum: float | None = None) -> Suited:
     if momentum is None:
         momentum = _MOMENTUM if steps <= _LONG else _LONG_MOMENTUM
     left = 1 - as_fraction("momentum", momentum)
-    lr = min(_MOST, float(f"{_WORTH * (steps / _AT) ** _POWER * left:.2g}"))
+    lr = min(_MOST, float(f"{_WORTH * (min(steps, _LONGEST) / _AT) ** _POWER * left:.2g}"))
     return Suited(lr, momentum, _FEW if steps <= _LONG else None)
 
 
@@ -62,8 +66,7 @@ def suited_nesterov(
 ) -> Sgd:
     """Return a preset's Nesterov step: what was not given suits the period, or is the paper's.
 
-    `cycle` is that of the schedule; where it has none, the period is not known beforehand, and the paper's values are
-    taken.
+    `cycle` is that of the schedule; where it has none, since its period changes or is measured, it gets what suits 30.
 
     >>> suited_nesterov((30, 0), 0.5, None, "measured", paper=(0.7, 0.9)) == nesterov(0.5, momentum=0.8)
     True
@@ -71,8 +74,8 @@ def suited_nesterov(
     if defaults not in ("measured", "paper"):
         raise ValueError(f'defaults is "measured" or "paper"; got {defaults!r}.')
     usual = Suited(*paper, rises_beyond=None)
-    if defaults == "measured" and cycle is not None:
-        usual = suited(cycle[0], momentum=momentum)
+    if defaults == "measured":
+        usual = suited(_USUAL if cycle is None else cycle[0], momentum=momentum)
     return nesterov(
         usual.lr if lr is None else lr,
         momentum=usual.momentum if momentum is None else momentum,

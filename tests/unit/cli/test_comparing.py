@@ -64,6 +64,38 @@ def test_each_strategy_has_the_learning_rate_of_its_recipe_unless_one_was_given(
     assert given["diloco"].config.strategy == Config().strategy
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", 200),
+        ("launch.workers", 8),
+        ("options.width", 256),
+        ("strategy.period", 8),
+        ("strategy.period", "auto"),
+    ],
+)
+def test_a_recipe_is_not_called_tuned_for_what_it_was_not_tuned_for(key: str, value: object) -> None:
+    [entry] = contestants(None, {key: value}, ["diloco"]).values()
+    assert not entry.tuned
+    assert f"from the recipe gpt-diloco, which was tuned for other values of {key}" in entry.told.replace(
+        "strategy.outer_lr, strategy.outer_momentum, ", ""
+    )
+
+
+def test_a_codec_or_what_the_recipe_says_anyway_leaves_it_tuned() -> None:
+    same = {key: value for key, value in find_recipe("gpt-diloco").values.items() if key != "options.lr"}
+    [entry] = contestants(None, {**same, "strategy.codec": "bf16"}, ["diloco"]).values()
+    assert entry.tuned
+    assert entry.config.strategy.codec == "bf16"
+
+
+def test_a_recipes_outer_step_is_not_taken_to_another_period_or_over_the_papers() -> None:
+    for given in ({"strategy.period": 8}, {"strategy.defaults": "paper"}):
+        [entry] = contestants(None, given, ["diloco"]).values()
+        assert entry.config.strategy.arguments.keys().isdisjoint({"outer_lr", "outer_momentum"})
+    assert entry.config.strategy.build() == cadenza.diloco(16, defaults="paper", codec=cadenza.codecs.int8())
+
+
 def test_what_was_given_wins_over_the_recipe_even_if_it_is_the_default(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('steps = 3\n[strategy]\nname = "diloco"\nouter_momentum = 0.8\n')
