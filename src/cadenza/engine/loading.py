@@ -117,9 +117,9 @@ class Restoration:
             if anew and number < outermost:
                 state.go_back_to(levels[outermost, fragment].anchors)
         marks = [
-            " ".join(s.history for (level, _), s in sorted(levels.items()) if level == n) for n in range(outermost)
+            " ".join(s.history for (level, _), s in sorted(levels.items()) if level == n) for n in range(outermost + 1)
         ]
-        return ["" if anew else f"saved {mark}" for mark in marks]
+        return ["" if anew and n < outermost else f"saved {mark}" for n, mark in enumerate(marks)]
 
     def _levels(self) -> dict[tuple[int, int], dict[str, Any]]:
         """Return what is told of each level and fragment."""

@@ -130,9 +130,9 @@ class Participants(Protocol):
         ...
 
     def resume(self, held: int, marks: Sequence[str]) -> None:
-        """Go on from a state that has seen so many rounds.
+        """Go on from a saved state that has seen so many rounds, whatever was known before.
 
-        `marks` tell the states of each level inside the outermost apart; an empty one begins at the outermost anchor.
+        `marks` tell the states of each level apart; an empty one begins at the outermost anchor.
         """
         ...
 

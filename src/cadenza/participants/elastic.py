@@ -119,8 +119,7 @@ class ElasticParticipants:
         return self._outermost.history.rounds
 
     def resume(self, held: int, marks: Sequence[str]) -> None:
-        self._outermost.history.resume(held)
-        for circle, mark in zip(self._circles, marks, strict=False):
+        for circle, mark in zip(self._circles, marks, strict=True):
             circle.history.resume(held, mark)
 
     @property

@@ -108,11 +108,17 @@ class History:
         self.fresh, self.chain = False, _link("", RoundId(0), roster)
         self._follow(roster, 0)
 
-    def resume(self, rounds: int, mark: str = "") -> None:
-        """Go on from a state that has seen so many rounds of the outermost level, and is told from others by a mark."""
-        self.rounds = max(self.rounds, rounds * _OUTER ** len(self._scope.path) + bool(mark))
+    def resume(self, rounds: int, mark: str) -> None:
+        """Go on from a saved state that has seen so many rounds of the outermost level; a mark tells it from others.
+
+        Without a mark it begins anew at the outermost anchor. Whatever was known before is over: who loads an older
+        state than the others have is behind them.
+        """
+        self.rounds = rounds * _OUTER ** len(self._scope.path) + bool(mark and not self._scope.outermost)
         self._progress.held = max(self._progress.held, self.rounds)
-        if not self._scope.outermost:
+        if self._scope.outermost:
+            self.chain = _hash("resumed", rounds, mark)
+        else:
             self.chain, self.fresh = _hash(self.chain, mark), not mark
 
     def _follow(self, roster: Roster, outer_rounds: int) -> None:

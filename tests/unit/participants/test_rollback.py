@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +33,10 @@ class Job:
         self.errors: dict[int, BaseException] = {}
 
     def attach(self, *numbers: int, workers: int, **options: Any) -> None:
-        self._each(numbers, lambda worker: self._attach(worker, workers, options))
+        self.each(numbers, lambda worker: self._attach(worker, workers, options))
 
     def step(self, *numbers: int, steps: int) -> None:
-        self._each(numbers, lambda worker: self._step(worker, steps))
+        self.each(numbers, lambda worker: self.step_one(worker, steps))
 
     def leave(self, *numbers: int) -> None:
         for worker in numbers:
@@ -50,14 +51,14 @@ class Job:
             model, optimizer, STRATEGY, membership=membership, observers=[self.told[worker]]
         )
 
-    def _step(self, worker: int, steps: int) -> None:
+    def step_one(self, worker: int, steps: int) -> None:
         sync = self.syncs[worker]
         until = sync.clock + steps
         while sync.clock < until:
             take_step(*self.parts[worker], worker, sync.clock)
             sync.step()
 
-    def _each(self, numbers: tuple[int, ...], act: Any) -> None:
+    def each(self, numbers: tuple[int, ...], act: Any) -> None:
         def run(worker: int) -> None:
             try:
                 act(worker)
@@ -133,3 +134,77 @@ def test_a_store_that_has_forgotten_is_noticed_until_the_next_round(job: Job) ->
     progress.note(None)
     assert (progress.forgetful, progress.held) == (True, 2)
     membership.close()
+
+
+def anchor_of(sync: cadenza.Synchronizer) -> torch.Tensor:
+    with sync.averaged() as model:
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def save(job: Job, *numbers: int, folder: Path) -> torch.Tensor:
+    """Let workers save; return their anchor."""
+
+    def save_one(worker: int) -> None:
+        model, optimizer = job.parts[worker]
+        cadenza.checkpoint.save(folder, model=model, optimizer=optimizer, sync=job.syncs[worker])
+
+    job.each(numbers, save_one)
+    return anchor_of(job.syncs[numbers[0]])
+
+
+def train_until(job: Job, *numbers: int, clock: int) -> None:
+    def train(worker: int) -> None:
+        while job.syncs[worker].clock < clock:
+            job.step_one(worker, 1)
+
+    job.each(numbers, train)
+
+
+def load(job: Job, *numbers: int, folder: Path) -> None:
+    def load_one(worker: int) -> None:
+        model, optimizer = job.parts[worker]
+        cadenza.checkpoint.load(folder, model=model, optimizer=optimizer, sync=job.syncs[worker])
+
+    job.each(numbers, load_one)
+
+
+def test_one_who_comes_back_and_loads_an_old_checkpoint_takes_nobody_back(job: Job, tmp_path: Path) -> None:
+    job.attach(0, 1, workers=2)
+    job.step(0, 1, steps=4)
+    saved = save(job, 0, 1, folder=tmp_path)
+    job.step(0, 1, steps=26)
+    distances = []
+
+    def go_on(worker: int) -> None:
+        if worker == 0:
+            job.leave(0)
+            job.attach(0, workers=2)
+            load(job, 0, folder=tmp_path)
+        while job.syncs[worker].clock < 60:
+            job.step_one(worker, 1)
+            time.sleep(0.01)
+            if worker == 1:
+                distances.append(float((anchor_of(job.syncs[1]) - saved).norm()))
+
+    job.each((0, 1), go_on)
+    assert not job.errors
+    assert (0, 1) in {report.participants for report in job.told[1] if report.step > 40}
+    assert min(distances) > 0.5 * distances[0], "it never went back to what was saved"
+
+
+def test_who_has_the_checkpoint_leads_those_who_start_with_nothing(job: Job, tmp_path: Path) -> None:
+    job.attach(0, 1, 2, workers=3)
+    job.step(0, 1, 2, steps=40)
+    saved = save(job, 0, 1, 2, folder=tmp_path)
+    job.leave(0, 1, 2)
+    job.port = (second := serve(host="127.0.0.1")).port
+    job.attach(0, 1, 2, workers=3)
+    blank = (anchor_of(job.syncs[1]) - saved).norm()
+    load(job, 2, folder=tmp_path)
+    train_until(job, 0, 1, 2, clock=42)
+    assert not job.errors
+    found = [anchor_of(job.syncs[worker]) for worker in range(3)]
+    assert all(torch.equal(found[0], one) for one in found)
+    assert (found[0] - saved).norm() < 0.2 * blank
+    job.leave(0, 1, 2)
+    del second
