@@ -33,6 +33,7 @@ class Manifest:
         step: The clock of the worker that wrote it.
         fingerprint: The same in all files that were saved together.
         workers: Which workers belong to the checkpoint; only in the manifest of what they share.
+        held: How many rounds that state has seen, where workers come and go.
     """
 
     format: int
@@ -41,6 +42,7 @@ class Manifest:
     step: int
     fingerprint: str
     workers: list[int] | None = None
+    held: int = 0
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -102,7 +104,8 @@ def read_manifest(path: Path) -> Manifest:
 def _check_types(fields: Mapping[str, Any]) -> None:
     """Raise if a field is of a wrong type, as in a file that another program wrote."""
     workers = fields.get("workers")
-    numbers = [*(fields[name] for name in ("format", "bytes", "step")), *([] if workers is None else workers)]
+    told = [fields.get("held", 0), *(fields[name] for name in ("format", "bytes", "step"))]
+    numbers = [*told, *([] if workers is None else workers)]
     if any(type(number) is not int or number < 0 for number in numbers):
         raise TypeError("what is a number in it must be one, and not below 0")
     if not isinstance(workers, list | None) or any(

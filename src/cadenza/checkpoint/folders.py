@@ -38,7 +38,8 @@ def save(
 ) -> None:
     """Write this worker's part of a checkpoint; every worker calls it at the same step, and none waits for another.
 
-    Rounds in flight are waited for and written, but not landed: saving does not change what comes after.
+    Rounds in flight are waited for and written, but not landed: saving does not change what comes after. Where workers
+    come and go, one that was left out of the last round takes nothing from the others' checkpoint.
 
     Args:
         folder: The checkpoint's own folder, a new one for each: an earlier whole checkpoint is never overwritten.
@@ -140,28 +141,41 @@ class Part:
     place: Place
     step: int
     fingerprint: str
+    held: int = 0
 
     def write(self, folder: Path, *, shared: bool, overwrite: bool) -> int:
         """Write this worker's file; return its size in bytes, the manifest's included.
+
+        A worker whose state has seen fewer rounds than the shared one in the folder was left out of the last: it adds
+        its own file alone, which nobody needs.
 
         Args:
             folder: The checkpoint.
             shared: Whether this worker also writes what all share; one of them does.
             overwrite: Whether files of another whole checkpoint in the folder may be replaced.
         """
-        if not overwrite:
+        left_out = self._was_left_out(folder)
+        if not (overwrite or left_out):
             _refuse_overwriting(folder, self.fingerprint)
         folder.mkdir(parents=True, exist_ok=True)
         place = self.place
-        describe = partial(Manifest, FORMAT, step=self.step, fingerprint=self.fingerprint)
+        describe = partial(Manifest, FORMAT, step=self.step, fingerprint=self.fingerprint, held=self.held)
         path = folder / worker_file(place.worker)
         write_state(path, self._below(place.worker_root), describe)
-        if shared:
+        if shared and not left_out:
             describe_shared = partial(describe, workers=list(place.workers))
             write_state(
                 folder / shared_file(place.shard, place.shards), self._below(place.shared_root), describe_shared
             )
         return sum(file.stat().st_size for file in folder.glob(f"{path.stem}.*"))
+
+    def _was_left_out(self, folder: Path) -> bool:
+        """Tell whether others have saved this step after a round without this worker, which may not know of it yet."""
+        try:
+            standing = read_manifest(folder / shared_file(self.place.shard, self.place.shards))
+        except CheckpointError:
+            return False
+        return (standing.step, standing.fingerprint) != (self.step, self.fingerprint) and standing.held > self.held
 
     def _below(self, root: str) -> State:
         return {key: value for key, value in self.state.items() if key.startswith(f"{root}/")}
@@ -177,7 +191,8 @@ def collect_part(
     state = collect(sync.replica)
     place = sync.replica.place()
     state |= collect_loop(place.worker_root, model, optimizers, extra)
-    return Part(state, place, sync.clock, fingerprint(state, place.shared_root))
+    held = sync.replica.participants.held
+    return Part(state, place, sync.clock, fingerprint(state, place.shared_root), held)
 
 
 def restore(

@@ -208,3 +208,19 @@ def test_who_has_the_checkpoint_leads_those_who_start_with_nothing(job: Job, tmp
     assert (found[0] - saved).norm() < 0.2 * blank
     job.leave(0, 1, 2)
     del second
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2), (1, 2, 0)])
+def test_who_was_left_out_of_a_round_spoils_no_checkpoint(job: Job, tmp_path: Path, order: tuple[int, ...]) -> None:
+    job.attach(0, 1, 2, workers=3)
+    job.step(0, 1, 2, steps=4)
+    job.step(0, steps=1)
+    job.step(1, 2, steps=2)
+    saved = anchor_of(job.syncs[1])
+    for worker in order:
+        save(job, worker, folder=tmp_path / "step-6")
+    assert not job.errors
+    assert cadenza.checkpoint.latest(tmp_path) == tmp_path / "step-6"
+    load(job, 1, 2, folder=tmp_path / "step-6")
+    assert not job.errors
+    assert torch.equal(anchor_of(job.syncs[1]), saved)
