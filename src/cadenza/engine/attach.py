@@ -17,7 +17,7 @@ from cadenza.engine.optimizers import plain_optimizers
 from cadenza.engine.preflight import compare
 from cadenza.engine.surprises import warn_of_surprises
 from cadenza.engine.synchronizer import Synchronizer
-from cadenza.errors import DisagreementError, NotInitializedError
+from cadenza.errors import DisagreementError, NotInitializedError, UsageError
 from cadenza.observers import Observer
 from cadenza.participants.base import Participants
 from cadenza.participants.elastic import ElasticParticipants
@@ -119,12 +119,34 @@ def _fixed(
 def _elastic(
     view: ModelView, strategy: Strategy, membership: Membership | None, *, given: Mapping[str, object]
 ) -> Participants:
-    if membership is not None and membership.closed:
+    if membership is not None:
+        _refuse_used(membership)
+    try:
+        island = membership.island if membership is not None else Island()
+        terms = _elastic_terms(view, strategy, island, given)
+        membership = membership or join()
+        return ElasticParticipants(membership, strategy.faults, strategy.levels, terms, sharded=view.sharded)
+    except BaseException:
+        if membership is not None:
+            membership.close()  # or the others would wait, at every round, for a worker that never comes
+        raise
+
+
+def _refuse_used(membership: Membership) -> None:
+    if membership.closed:
         raise NotInitializedError(
             "This membership has ended, with the synchronizer that it was for: pass a new one, membership="
             "cadenza.join(…), under another name of the job (CADENZA_JOB, or join(job=…)) if that one has finished."
         )
-    island = membership.island if membership is not None else Island()
+    if membership.taken:
+        raise UsageError(
+            "This membership belongs to another synchronizer: one is for one model. Join once more for this one, under "
+            "a job's name of its own: membership=cadenza.join(job=…)."
+        )
+
+
+def _elastic_terms(view: ModelView, strategy: Strategy, island: Island, given: Mapping[str, object]) -> str:
+    """Return what must be the same on all workers; raise if this one cannot train so."""
     replica = island.ranks if island.size > 1 else ()
     view.refuse_what_cannot_work(strategy, replica=replica)
     if named := [name for name, value in given.items() if value is not None]:
@@ -136,8 +158,7 @@ def _elastic(
     ranks = [f"replicas of {island.size} ranks, which hold the model {held}"] if replica else []
     terms = "; ".join([*_terms(strategy, view), *view.describe(), *ranks])
     _compare_mates(island, view, terms)
-    membership = membership or join()
-    return ElasticParticipants(membership, strategy.faults, strategy.levels, terms, sharded=view.sharded)
+    return terms
 
 
 def _compare_mates(island: Island, view: ModelView, terms: str) -> None:

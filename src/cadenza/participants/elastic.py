@@ -61,6 +61,7 @@ class ElasticParticipants:
     ) -> None:
         membership.heartbeat.site, scopes = scopes_of(plans, membership.site)
         self.membership = membership
+        membership.taken = True
         self.policy = policy
         self._island = membership.island
         self._island.sharded = sharded

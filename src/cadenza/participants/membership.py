@@ -49,6 +49,7 @@ class Membership:
         site: Where this worker is, as it was given.
         accepts_rollback: Whether rounds that nobody who is left has seen may be given up.
         island: The ranks that are this worker: one, or those of a replica.
+        taken: Whether a synchronizer has it.
         closed: Whether it has signed off.
     """
 
@@ -67,7 +68,8 @@ class Membership:
         site: str = "",
         island: Island | None = None,
     ) -> None:
-        self.accepts_rollback, self.site, self.closed = accepts_rollback, site, False
+        self.accepts_rollback, self.site = accepts_rollback, site
+        self.taken = self.closed = False
         self.worker, self.workers, self.job = worker, workers, job
         self.signer = Signer(job, secret=secret)
         self._address = address
