@@ -86,8 +86,15 @@ def test_a_large_momentum_has_a_small_rate_and_not_none() -> None:
 
 
 @pytest.mark.parametrize("period", ["auto", cadenza.changing({1: 8, 100: 64})], ids=["auto", "changing"])
-def test_where_the_period_is_not_known_beforehand_the_outer_step_is_the_papers(period: Any) -> None:
-    assert level(cadenza.diloco(period)).outer == nesterov(lr=0.7, momentum=0.9)
+def test_where_the_period_is_not_known_beforehand_the_outer_step_is_that_of_30(period: Any) -> None:
+    assert level(cadenza.diloco(period)).outer == level(cadenza.diloco(30)).outer
+    assert level(cadenza.muloco(period)).outer == level(cadenza.muloco(30)).outer
+    assert level(cadenza.diloco(period, defaults="paper")).outer == nesterov(lr=0.7, momentum=0.9)
+
+
+def test_periods_beyond_the_papers_have_its_outer_step() -> None:
+    for period in (500, 2000, 100_000):
+        assert level(cadenza.diloco(period)).outer == nesterov(lr=0.7, momentum=0.9)
 
 
 def test_defaults_of_nobody_are_refused() -> None:
