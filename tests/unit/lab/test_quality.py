@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lab.quality import report, studies
-from lab.quality.figures import BARS, trail
+from lab.quality.bars import BARS
+from lab.quality.figures import bytes_sent, final_of, trail
 from lab.quality.inner import StackedMuon
 from lab.quality.model import SHAPES, Stack, new_model
 from lab.quality.records import Records
@@ -205,7 +207,7 @@ def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: 
     assert verdicts["two workers"].startswith("+0.99 %")
     assert verdicts["two workers"].endswith("held")
     assert all(verdict in text for verdict in verdicts.values())
-    assert "| int8 with feedback | diloco 4 workers period 30 | +0.00 % | 3 |" in text
+    assert "| int8 with feedback | diloco 4 workers period 30 | +0.00 % ± 0.00 | 3 |" in text
     assert "| 4 bits with feedback | diloco 4 workers period 30 | not measured yet | 0 |" in text
     assert {path.name for path in tmp_path.glob("*.svg")} == {
         "quality_batch.svg",
@@ -213,3 +215,79 @@ def test_the_queue_comes_to_an_end_and_the_report_says_what_was_found(tmp_path: 
         "quality_size.svg",
         "quality_workers.svg",
     }
+
+
+def add_final(records: Records, name: str, losses: list[float], **more: Any) -> None:
+    """Add final runs of what is tuned already."""
+    tuned = studies.find(name).tuned(records)
+    assert tuned is not None
+    for seed, loss in zip(studies.SEEDS, losses, strict=True):
+        setting = replace(tuned, seed=seed)
+        records.runs[setting.key] = {"key": setting.key, "test": loss, "bytes_sent": 10**6, **more}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Four studies of the smallest model, tuned with losses that are made up, without final runs."""
+    records = Records(tmp_path_factory.mktemp("runs"))
+    wanted = set(SMALL)
+    while runs := [s for name, s in studies.missing(records) if name in wanted and s.seed == studies.TUNING_SEED]:
+        add_fake(records, runs[0])
+    return records
+
+
+SMALL = ("ddp 35k", "diloco 4 workers period 30 35k", "ddp muon 35k", "muloco 4 workers period 30 35k")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "verdict"),
+    [
+        ([1.02, 1.02, 1.02], "-1.00 % ± 0.00 further (+1.00 % ± 0.00, the other +2.00 % ± 0.00): held"),
+        ([1.00, 1.00, 1.00], "+1.00 % ± 0.00 further (+1.00 % ± 0.00, the other +0.00 % ± 0.00): missed"),
+        ([1.00, 1.00, 1.06], "-1.00 % ± 2.00 further (+1.00 % ± 0.00, the other +2.00 % ± 2.00): not told apart"),
+        ([0.96, 1.01, 1.02], "+1.33 % ± 1.86 further (+1.00 % ± 0.00, the other -0.33 % ± 1.86): not told apart"),
+    ],
+)
+def test_which_of_two_is_nearer_its_ddp_is_said_only_beyond_a_standard_error(
+    tuned: Records, theirs: list[float], verdict: str
+) -> None:
+    [bar] = [bar for bar in BARS if bar.name == "Muon inside, 35 k parameters"]
+    for name, losses in zip(SMALL, ([1.0] * 3, theirs, [2.0] * 3, [2.02] * 3), strict=True):
+        add_final(tuned, name, losses)
+    assert bar.verdict(tuned) == verdict
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([1.005, 1.005, 1.005], "+0.50 % ± 0.00: held"),
+        ([1.006, 1.006, 1.006], "+0.60 % ± 0.00: missed"),
+        ([1.000, 1.006, 1.018], "+0.80 % ± 0.53: held"),
+    ],
+)
+def test_a_codec_misses_its_bound_only_beyond_a_standard_error(
+    tuned: Records, losses: list[float], verdict: str
+) -> None:
+    [bar] = [bar for bar in BARS if bar.name == "int8 with feedback, 35 k parameters"]
+    assert bar.bound == "at most +0.5 % against fp32 beyond one standard error"
+    add_final(tuned, "diloco 4 workers period 30 35k", [1.0] * 3)
+    add_final(tuned, "int8 with feedback 35k", losses)
+    assert bar.verdict(tuned) == verdict
+
+
+def test_ddp_is_told_what_a_ring_of_four_would_send(tuned: Records) -> None:
+    add_final(tuned, "ddp 35k", [1.0] * 3)
+    final = final_of(studies.find("ddp 35k"), tuned)
+    assert final is not None
+    model = 4 * sum(p.numel() for p in new_model(SHAPE, seed=1, qk_norm=True).parameters())
+    assert bytes_sent(final) == pytest.approx(1.5 * model * final.setting.steps)
+    add_final(tuned, "diloco 4 workers period 30 35k", [1.0] * 3)
+    other = final_of(studies.find("diloco 4 workers period 30 35k"), tuned)
+    assert other is not None
+    assert bytes_sent(other) == 10**6
+
+
+def test_averages_are_compared_with_the_averages_of_ddp(tuned: Records) -> None:
+    add_final(tuned, "ddp 35k", [2.0] * 3, average_test=1.0)
+    add_final(tuned, "diloco 4 workers period 30 35k", [1.5] * 3, average_test=1.1)
+    assert "| diloco 4 workers period 30 35k | -26.67 % ± 0.00 | +10.00 % ± 0.00 |" in "\n".join(report.averages(tuned))
