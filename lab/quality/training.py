@@ -29,7 +29,7 @@ from cadenza.training.gpt import Shape
 from cadenza.training.standard_library_gpt import rate_at
 from cadenza.training.strategies import build_strategy
 
-__all__ = ["Setting", "train"]
+__all__ = ["Setting", "compiled_losses", "train"]
 
 _AVERAGED_EVERY, _SHARE = 30, 0.1  # the moving average: steps from one sample to the next, and the weight of each
 Losses = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
@@ -134,7 +134,7 @@ class Trainer:
             )
         else:
             self.inner = StackedAdamW(self.stack, betas=setting.betas, weight_decay=weight_decay)
-        self.losses = _compiled(setting.shape, setting.qk_norm) if self.compiled else self.stack.losses
+        self.losses = compiled_losses(setting.shape, setting.qk_norm) if self.compiled else self.stack.losses
         self.batches = Batches(self.text.training, seed=1000 + setting.seed, context=setting.context)
         self.barrier = threading.Barrier(setting.workers)
         self.average = self.stack.values.detach().mean(0, keepdim=True)  # of the workers' mean, over the last steps
@@ -233,6 +233,6 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
 
 
 @cache
-def _compiled(shape: Shape, qk_norm: bool) -> Losses:
+def compiled_losses(shape: Shape, qk_norm: bool) -> Losses:
     """Return the stack's losses, compiled once for each shape of batch in this process."""
     return torch.compile(Stack(new_model(shape, seed=0, qk_norm=qk_norm), shape, 1).losses, dynamic=False)
