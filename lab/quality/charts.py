@@ -110,12 +110,15 @@ def by_bytes(axes: Any, records: Records) -> bool:
         and _is_method(entry)
     ]
     for number, (final, name) in enumerate(sorted(finals, key=lambda found: -found[0].mean)):  # as they lie
-        look = {"fmt": "os^Dv"[number % 5], "color": f"C{number % 10}", "capsize": 3}
+        look: dict[str, Any] = {"fmt": "os^DvPX"[number % 7], "color": f"C{number % 10}", "capsize": 3}
+        if name.startswith("ddp"):
+            look |= {"fmt": "*", "markersize": 11, "color": "black" if name == "ddp" else "dimgray"}
         axes.errorbar(bytes_sent(final) / 1e6, final.mean, yerr=final.spread, label=name, **look)
     baseline = final_of(find("ddp 35k"), records)
     if baseline is not None:
         axes.axhline(baseline.mean, color=DDP, lw=1)
-    _along(axes, "MB that a worker has sent", (10, 20, 50, 100, 200, 500, 1000))
+    _along(axes, "MB that a worker has sent", (10, 20, 50, 100, 200, 500, 1000, 2000))
+    axes.set_xlim(right=1.4 * axes.get_xlim()[1])
     axes.set_ylabel("loss, nats")
     return bool(finals)
 

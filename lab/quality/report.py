@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from lab.quality import charts
 from lab.quality.bars import BARS
 from lab.quality.figures import baseline_of, bytes_sent, change_of, excesses, final_of, told, trail
+from lab.quality.model import SHAPES
 from lab.quality.records import FOLDER, Records
 from lab.quality.studies import QUEUE, SEEDS, TUNING_SEED, Study, Variant, missing
 from lab.quality.training import Setting
 
-__all__ = ["averages", "write"]
+__all__ = ["averages", "measured", "write"]
 
 PICTURES = Path(__file__).resolve().parent.parent.parent / "docs" / "img"
 
@@ -20,7 +22,7 @@ PICTURES = Path(__file__).resolve().parent.parent.parent / "docs" / "img"
 def write(records: Records, folder: Path = FOLDER, pictures: Path = PICTURES) -> None:
     """Write report.md beside the runs, and the pictures that there are figures for."""
     lines = [*_head(records), *_bars(records), *_finals(records)]
-    lines += [*averages(records), *_variants(records), *_trails(records)]
+    lines += [*averages(records), *_variants(records), *measured(records), *_trails(records)]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
     print(folder / "report.md")
     for path in charts.draw(records, pictures):
@@ -82,6 +84,36 @@ def _variants(records: Records) -> Iterator[str]:
         if isinstance(entry, Variant):
             found = change_of(entry, records)
             yield f"| {entry.name} | {entry.of} | {told(found) if found else 'not measured yet'} | {len(found)} |"
+
+
+def measured(records: Records) -> Iterator[str]:
+    """Yield which method is measured with how many workers, at which period and size."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for entry in QUEUE:
+        if isinstance(entry, Study) and entry.seeds:
+            row = cells.setdefault(_method_of(entry), {size: [] for size in SHAPES})
+            row[entry.fixed.size].append(f"{_where(entry)}{_how_far(entry, records)}")
+    yield "\n## Measured, and not\n"
+    yield f"| method | {' | '.join(SHAPES)} |\n| --- |{' --- |' * len(SHAPES)}"
+    for method, row in cells.items():
+        yield f"| {method} | {' | '.join(', '.join(found) or '–' for found in row.values())} |"
+
+
+def _method_of(study: Study) -> str:
+    return re.sub(r" \d+ workers.*", "", study.name.removesuffix(f" {study.fixed.size}"))
+
+
+def _where(study: Study) -> str:
+    strategy = study.fixed.strategy
+    if strategy["name"] == "ddp":
+        return "yes"
+    return f"{study.fixed.workers} × {strategy.get('period') or ' and '.join(strategy['levels'])}"
+
+
+def _how_far(study: Study, records: Records) -> str:
+    if final_of(study, records) is not None:
+        return ""
+    return " (tuning alone)" if trail(study, records) else " (not yet)"
 
 
 def _trails(records: Records) -> Iterator[str]:
