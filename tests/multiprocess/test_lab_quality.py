@@ -139,6 +139,7 @@ def train_in_the_lab(given: Setting) -> float:
     return held_out(model)
 
 
+@pytest.mark.timeout(300)
 def test_the_lab_trains_as_real_ranks_do(ranks: Any) -> None:
     theirs: dict[str, float] = {}
     for count in (2, 4):

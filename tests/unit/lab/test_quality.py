@@ -49,6 +49,7 @@ def test_the_stacked_model_is_the_librarys() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile imports it
+@pytest.mark.timeout(600)  # the C++ compiler takes 15 s of a core, and that of a busy machine more
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_the_compiled_losses_and_gradients_are_the_eager_ones() -> None:
     shape = replace(SHAPE, layers=1)  # half the time of the compiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lab.quality.text import Text, repeated
+from lab.quality.text import repeated
 
 
 def as_text(words: bytes) -> torch.Tensor:
@@ -29,9 +29,3 @@ def test_the_order_of_bytes_counts() -> None:
     assert repeated(as_text(b"abcdefgh"), as_text(b"hgfedcba" * 4), length=8) == 0
     assert repeated(as_text(b"abcdefgh"), as_text(b"bacdefgh" * 4), length=8) == 0
     assert repeated(as_text(b"abcdefgh"), as_text(b"xxabcdefghxx"), length=8) == 1
-
-
-def test_the_library_repeats_itself() -> None:
-    text = Text.standard_library()
-    assert 0 < repeated(text.validation, text.training) < 0.5
-    assert 0 < repeated(text.test, text.training) < 0.5
