@@ -6,7 +6,7 @@
 A key is a path: `to-loss.LINK.CONTENDER.s` (or `.above`), `syncs.CONTENDER.MILLIONS`, `kills.median`, `kills.worst`,
 `convergence.METHOD.loss` (or `.against-ddp`, in percent), `compare.METHOD.loss` (likewise; or `.sent`, `.of-ddp`: of
 `cadenza train --compare ddp,diloco`), `quality.against-ddp.ENTRY` (an entry of lab/quality's queue,
-with - for blanks), `quality.table.bars` (or `finals`, `averages`, `changes`: a table of its report).
+with - for blanks), `quality.table.bars` (or `finals`, `averages`, `changes`, `measured`: a table of its report).
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ _TABLES = {
     "finals": "Each side at its best",
     "averages": "A moving average of the mean, instead of the last one",
     "changes": "One thing changed",
+    "measured": "Measured, and not",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.quality.figures import PUBLISHED, baseline_of, excess, final_of, trail
+from lab.quality.figures import PUBLISHED, baseline_of, bytes_sent, excess, final_of, trail
 from lab.quality.records import Records
 from lab.quality.studies import QUEUE, Study, Variant, find
 
@@ -97,21 +97,28 @@ def by_batch(axes: Any, records: Records) -> bool:
 
 
 def by_bytes(axes: Any, records: Records) -> bool:
-    """Draw the final loss of every method with four workers by what a worker has sent, on the smallest model."""
+    """Draw the final loss of every method with four workers by what a worker has sent, on the smallest model.
+
+    DDP stands where a ring of four workers would send its gradients.
+    """
     finals = [
         (final, entry.name.removesuffix(" 35k").replace(" 4 workers period 30", "").replace(" 4 workers", ""))
         for entry in QUEUE
         if (final := final_of(entry, records)) is not None
-        and (final.setting.workers, final.setting.size) == (4, "35k")
+        and (final.setting.workers == 4 or entry.name in ("ddp 35k", "ddp muon 35k"))
+        and final.setting.size == "35k"
         and _is_method(entry)
     ]
     for number, (final, name) in enumerate(sorted(finals, key=lambda found: -found[0].mean)):  # as they lie
-        look = {"fmt": "os^Dv"[number % 5], "color": f"C{number % 10}", "capsize": 3}
-        axes.errorbar(final.bytes_sent / 1e6, final.mean, yerr=final.spread, label=name, **look)
+        look: dict[str, Any] = {"fmt": "os^DvPX"[number % 7], "color": f"C{number % 10}", "capsize": 3}
+        if name.startswith("ddp"):
+            look |= {"fmt": "*", "markersize": 11, "color": "black" if name == "ddp" else "dimgray"}
+        axes.errorbar(bytes_sent(final) / 1e6, final.mean, yerr=final.spread, label=name, **look)
     baseline = final_of(find("ddp 35k"), records)
     if baseline is not None:
-        axes.axhline(baseline.mean, color=DDP, lw=1, label="ddp")
-    _along(axes, "MB that a worker has sent", (2, 5, 10, 20, 50, 100, 200, 500))
+        axes.axhline(baseline.mean, color=DDP, lw=1)
+    _along(axes, "MB that a worker has sent", (10, 20, 50, 100, 200, 500, 1000, 2000))
+    axes.set_xlim(right=1.4 * axes.get_xlim()[1])
     axes.set_ylabel("loss, nats")
     return bool(finals)
 

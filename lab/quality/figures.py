@@ -7,23 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lab.quality.model import new_model
 from lab.quality.records import Records
 from lab.quality.studies import SEEDS, TUNING_SEED, Study, Variant, find
 from lab.quality.training import Setting
 
 __all__ = [
-    "BARS",
     "PUBLISHED",
-    "Bar",
-    "CodecBar",
+    "RING",
     "Final",
-    "NearerBar",
     "baseline_of",
+    "bytes_sent",
     "change_of",
     "excess",
+    "excesses",
     "final_of",
+    "mean_and_error",
+    "told",
     "trail",
 ]
+
+RING = 4  # workers that DDP's traffic is told for: in the lab it is one worker with the batch of all
 
 # Loss against data parallel, each side tuned, period 30, by workers (arXiv 2503.09799, table 4), in percent.
 PUBLISHED = {
@@ -54,8 +58,10 @@ class Final:
         return statistics.stdev(self.losses)
 
     @property
-    def bytes_sent(self) -> int:
-        return int(self.runs[0]["bytes_sent"])
+    def averages(self) -> list[float] | None:
+        """The losses of the moving average of the workers' mean, where they are known."""
+        found = [run["average_test"] for run in self.runs if "average_test" in run]
+        return found if len(found) == len(self.runs) else None
 
 
 def final_of(entry: Study | Variant, records: Records) -> Final | None:
@@ -68,6 +74,34 @@ def final_of(entry: Study | Variant, records: Records) -> Final | None:
     return Final(tuned, done) if len(done) == len(seeds) else None
 
 
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean over seeds and its standard error, which one seed does not have.
+
+    >>> mean_and_error([1.0, 2.0, 3.0]), mean_and_error([1.0])
+    ((2.0, 0.5773502691896258), (1.0, None))
+    """
+    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def told(values: Sequence[float]) -> str:
+    """Return what seeds say, in words for a table.
+
+    >>> told([1.0, 2.0, 3.0]), told([1.0])
+    ('+2.00 % ± 0.58', '+1.00 %')
+    """
+    mean, error = mean_and_error(values)
+    return f"{mean:+.2f} %" + ("" if error is None else f" ± {error:.2f}")
+
+
+def excesses(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return how much higher each seed's loss is, in percent.
+
+    >>> [round(number, 2) for number in excesses([1.1, 1.2], [1.0, 1.0])]
+    [10.0, 20.0]
+    """
+    return [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+
+
 def excess(ours: Final, theirs: Final) -> tuple[float, float]:
     """Return how much higher a loss is, in percent, and the standard error of that over seeds.
 
@@ -76,8 +110,23 @@ def excess(ours: Final, theirs: Final) -> tuple[float, float]:
     >>> [round(number, 2) for number in excess(more, less)]
     [9.14, 0.48]
     """
-    ratios = [100 * (a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True)]
-    return statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+    mean, error = mean_and_error(excesses(ours.losses, theirs.losses))
+    assert error is not None
+    return mean, error
+
+
+def bytes_sent(final: Final) -> int:
+    """Return what a worker sends in the whole run; of DDP, what each of four would, by a ring, in fp32.
+
+    >>> setting = Setting({"name": "ddp"}, workers=1, batch=8, lr=1e-3, seed=1, size="35k", tokens=10 * 8 * 64)
+    >>> bytes_sent(Final(setting, [])) // 10  # a step: 1.5 times the bytes of 35,200 parameters
+    211200
+    """
+    if final.setting.strategy["name"] != "ddp":
+        return int(final.runs[0]["bytes_sent"])
+    model = new_model(final.setting.shape, seed=0, qk_norm=final.setting.qk_norm)
+    values = sum(p.numel() for p in model.parameters())
+    return final.setting.steps * 2 * (RING - 1) * 4 * values // RING
 
 
 def baseline_of(entry: Study | Variant) -> Study:
@@ -126,101 +175,3 @@ def trail(study: Study, records: Records) -> list[tuple[Setting, dict[str, Any]]
 
 def _value(setting: Setting, name: str) -> Any:
     return getattr(setting, name) if name in ("lr", "batch") else setting.strategy.get(name)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bound that the project has set itself: the excess of an entry over its baseline, in percent."""
-
-    name: str
-    entry: str
-    most: float
-
-    @property
-    def bound(self) -> str:
-        return f"{self.most:+.1f} % against DDP"
-
-    def verdict(self, records: Records) -> str:
-        found = _excess_of(self.entry, records)
-        return _first_look(self.entry, records) if found is None else _told(found, found[0] <= self.most)
-
-
-@dataclass(frozen=True)
-class CodecBar:
-    """How much a codec may cost, in percent of what its method ends with in fp32, beyond the spread of seeds."""
-
-    name: str
-    entry: str
-    most: float
-
-    @property
-    def bound(self) -> str:
-        return f"{self.most:+.1f} % against fp32"
-
-    def verdict(self, records: Records) -> str:
-        variant = find(self.entry)
-        assert isinstance(variant, Variant)
-        found = change_of(variant, records)
-        if len(found) < len(SEEDS):
-            return "not measured yet"
-        mean, error = statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5
-        return _told((mean, error), mean - error <= self.most)
-
-
-@dataclass(frozen=True)
-class NearerBar:
-    """One entry is to be nearer its own baseline than another one is its."""
-
-    name: str
-    entry: str
-    other: str
-
-    @property
-    def bound(self) -> str:
-        return f"nearer its DDP than {self.other}"
-
-    def verdict(self, records: Records) -> str:
-        ours, theirs = _excess_of(self.entry, records), _excess_of(self.other, records)
-        if ours is None or theirs is None:
-            return "not measured yet"
-        return f"{_told(ours, ours[0] <= theirs[0])} ({theirs[0]:+.2f} %)"
-
-
-def _excess_of(name: str, records: Records) -> tuple[float, float] | None:
-    entry = find(name)
-    ours, theirs = final_of(entry, records), final_of(baseline_of(entry), records)
-    return None if ours is None or theirs is None else excess(ours, theirs)
-
-
-def _first_look(name: str, records: Records) -> str:
-    """Say what the tuning itself shows of a study whose final runs are missing."""
-    study = find(name)
-    assert isinstance(study, Study)
-    best = []
-    for one in (study, baseline_of(study)):
-        point = one.found(records).best
-        run = None if point is None else records.get(one.setting(point))
-        if run is None:
-            return "not measured yet"
-        best.append((run["validation"], one.tuned(records) is not None))
-    (ours, tuned), (theirs, tuned_too) = best
-    goes_on = "" if tuned and tuned_too else ", and not all neighbours of the best settings tried"
-    return f"not decided; {100 * (ours / theirs - 1):+.2f} % with the tuning's one seed, on its text{goes_on}"
-
-
-def _told(found: tuple[float, float], held: bool) -> str:
-    return f"{found[0]:+.2f} % ± {found[1]:.2f}: {'held' if held else 'missed'}"
-
-
-BARS = (
-    Bar("one replica with an outer step", "diloco 1 workers period 30", 0.0),
-    Bar("two workers", "diloco 2 workers period 30", 1.5),
-    Bar("four workers", "diloco 4 workers period 30", 4.0),
-    Bar("four workers, 3.3 M parameters", "diloco 4 workers period 30 3.3M", 2.8),
-    NearerBar("Muon inside, four workers", "muloco 4 workers period 30", "diloco 4 workers period 30"),
-    CodecBar("int8 with feedback", "int8 with feedback", 0.5),
-    CodecBar("4 bits with feedback", "4 bits with feedback", 0.5),
-    NearerBar("Muon inside, 35 k parameters", "muloco 4 workers period 30 35k", "diloco 4 workers period 30 35k"),
-    CodecBar("int8 with feedback, 35 k parameters", "int8 with feedback 35k", 0.5),
-    CodecBar("4 bits with feedback, 35 k parameters", "4 bits with feedback 35k", 0.5),
-)

@@ -37,6 +37,14 @@ class StackedAdamW:
             optimizer.param_groups[0]["lr"] = lr
         self._rows.step()
 
+    def forget(self, first: float, second: float) -> None:
+        """Keep so much of the moments of all workers; of neither: begin to count steps anew, as a new AdamW would."""
+        (state,) = self._rows.state.values()
+        state["exp_avg"].mul_(first)
+        state["exp_avg_sq"].mul_(second)
+        if first == second == 0:
+            state["step"].zero_()
+
 
 class StackedMuon:
     """Muon for the blocks' matrices, AdamW for the rest; orthogonalised in fp32, where torch.optim.Muon takes bf16.

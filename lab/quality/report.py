@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from lab.quality import charts
-from lab.quality.figures import BARS, baseline_of, change_of, excess, final_of, trail
+from lab.quality.bars import BARS
+from lab.quality.figures import baseline_of, bytes_sent, change_of, excesses, final_of, told, trail
+from lab.quality.model import SHAPES
 from lab.quality.records import FOLDER, Records
 from lab.quality.studies import QUEUE, SEEDS, TUNING_SEED, Study, Variant, missing
 from lab.quality.training import Setting
 
-__all__ = ["write"]
+__all__ = ["averages", "measured", "write"]
 
 PICTURES = Path(__file__).resolve().parent.parent.parent / "docs" / "img"
 
@@ -20,7 +22,7 @@ PICTURES = Path(__file__).resolve().parent.parent.parent / "docs" / "img"
 def write(records: Records, folder: Path = FOLDER, pictures: Path = PICTURES) -> None:
     """Write report.md beside the runs, and the pictures that there are figures for."""
     lines = [*_head(records), *_bars(records), *_finals(records)]
-    lines += [*_averages(records), *_variants(records), *_trails(records)]
+    lines += [*averages(records), *_variants(records), *measured(records), *_trails(records)]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
     print(folder / "report.md")
     for path in charts.draw(records, pictures):
@@ -36,7 +38,7 @@ def _head(records: Records) -> Iterator[str]:
 
 
 def _bars(records: Records) -> Iterator[str]:
-    yield "## Bars\n\n| bar | at most | found |\n| --- | --- | --- |"
+    yield "## Bars\n\n| bar | bound | found |\n| --- | --- | --- |"
     for bar in BARS:
         yield f"| {bar.name} | {bar.bound} | {bar.verdict(records)} |"
 
@@ -50,26 +52,29 @@ def _finals(records: Records) -> Iterator[str]:
         if final is None:
             continue
         baseline = final_of(baseline_of(entry), records)
-        against = "" if baseline is None else "{:+.2f} % ± {:.2f}".format(*excess(final, baseline))
+        against = "" if baseline is None else told(excesses(final.losses, baseline.losses))
         period = final.setting.strategy.get("period")
         rounds = final.setting.steps // period if isinstance(period, int) else ""
-        sent = f"{final.bytes_sent / 1e6:.1f}" if final.bytes_sent else ""
+        sent = f"{bytes_sent(final) / 1e6:.1f}" if bytes_sent(final) else ""
         yield (
-            f"| {entry.name} | {_told(final.setting)} | {rounds} | {final.mean:.4f} | {final.spread:.4f} | "
+            f"| {entry.name} | {_tuned_to(final.setting)} | {rounds} | {final.mean:.4f} | {final.spread:.4f} | "
             f"{against} | {sent} |"
         )
 
 
-def _averages(records: Records) -> Iterator[str]:
+def averages(records: Records) -> Iterator[str]:
     """Yield what a moving average of the mean model is worth at the end, with the final seeds."""
     found = []
     for entry in QUEUE:
-        final = final_of(entry, records)
-        if final is not None and all("average_test" in run for run in final.runs):
-            worth = statistics.fmean(100 * (run["average_test"] / run["test"] - 1) for run in final.runs)
-            found.append(f"| {entry.name} | {worth:+.2f} % |")
+        final, baseline = final_of(entry, records), final_of(baseline_of(entry), records)
+        if final is None or final.averages is None:
+            continue
+        both = baseline is not None and baseline.averages is not None
+        against = told(excesses(final.averages, baseline.averages)) if both else ""
+        found.append(f"| {entry.name} | {told(excesses(final.averages, final.losses))} | {against} |")
     if found:
-        yield "\n## A moving average of the mean, instead of the last one\n\n| method | loss |\n| --- | ---: |"
+        yield "\n## A moving average of the mean, instead of the last one\n"
+        yield "| method | loss | against its DDP, averages on both sides |\n| --- | ---: | ---: |"
         yield from found
 
 
@@ -78,8 +83,37 @@ def _variants(records: Records) -> Iterator[str]:
     for entry in QUEUE:
         if isinstance(entry, Variant):
             found = change_of(entry, records)
-            worth = f"{statistics.fmean(found):+.2f} %" if found else "not measured yet"
-            yield f"| {entry.name} | {entry.of} | {worth} | {len(found)} |"
+            yield f"| {entry.name} | {entry.of} | {told(found) if found else 'not measured yet'} | {len(found)} |"
+
+
+def measured(records: Records) -> Iterator[str]:
+    """Yield which method is measured with how many workers, at which period and size."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for entry in QUEUE:
+        if isinstance(entry, Study) and entry.seeds:
+            row = cells.setdefault(_method_of(entry), {size: [] for size in SHAPES})
+            row[entry.fixed.size].append(f"{_where(entry)}{_how_far(entry, records)}")
+    yield "\n## Measured, and not\n"
+    yield f"| method | {' | '.join(SHAPES)} |\n| --- |{' --- |' * len(SHAPES)}"
+    for method, row in cells.items():
+        yield f"| {method} | {' | '.join(', '.join(found) or '–' for found in row.values())} |"
+
+
+def _method_of(study: Study) -> str:
+    return re.sub(r" \d+ workers.*", "", study.name.removesuffix(f" {study.fixed.size}"))
+
+
+def _where(study: Study) -> str:
+    strategy = study.fixed.strategy
+    if strategy["name"] == "ddp":
+        return "yes"
+    return f"{study.fixed.workers} × {strategy.get('period') or ' and '.join(strategy['levels'])}"
+
+
+def _how_far(study: Study, records: Records) -> str:
+    if final_of(study, records) is not None:
+        return ""
+    return " (tuning alone)" if trail(study, records) else " (not yet)"
 
 
 def _trails(records: Records) -> Iterator[str]:
@@ -89,10 +123,10 @@ def _trails(records: Records) -> Iterator[str]:
         if runs:
             ended = "" if entry.tuned(records) else " (goes on)"
             yield f"\n{entry.name}{ended}\n\n| setting | validation loss, nats |\n| --- | ---: |"
-            yield from (f"| {_told(setting)} | {run['validation']:.4f} |" for setting, run in runs)
+            yield from (f"| {_tuned_to(setting)} | {run['validation']:.4f} |" for setting, run in runs)
 
 
-def _told(setting: Setting) -> str:
+def _tuned_to(setting: Setting) -> str:
     outer = [
         f"{key} {value}" for key, value in setting.strategy.items() if key in ("outer_lr", "outer_momentum", "beta")
     ]

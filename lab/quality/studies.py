@@ -252,6 +252,12 @@ def _candidates() -> dict[str, Variant]:
             ("no weight decay", {"decay": 0.0}, {}),
             ("weight decay times 4", {"decay": 4.0}, {}),
             ("beta2 0.999", {"betas": (0.9, 0.999)}, {}),
+            ("outer momentum restarted every quarter of the rounds", {}, {"restart_every": 77}),
+            ("outer momentum without look-ahead", {}, {"look_ahead": False}),
+            ("weight decay on the anchor instead", {"decay": 0.0}, {"anchor_decay": 1.0}),
+            ("weight decay on the anchor instead, times 3.5", {"decay": 0.0}, {"anchor_decay": 3.5}),
+            ("first moment zeroed at each round", {"moments_kept": (0.0, 1.0)}, {}),
+            ("moments reset at each round", {"moments_kept": (0.0, 0.0)}, {}),
         )
     }
 

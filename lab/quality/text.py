@@ -9,7 +9,7 @@ import torch
 
 from cadenza.training.standard_library_gpt import Corpus, library_files
 
-__all__ = ["CONTEXT", "Batches", "Text", "spread_windows"]
+__all__ = ["CONTEXT", "Batches", "Text", "repeated", "spread_windows"]
 
 CONTEXT = 64
 
@@ -56,6 +56,29 @@ def spread_windows(text: torch.Tensor, count: int, *, context: int = CONTEXT) ->
     starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()[:, None]
     windows = text[starts + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
+
+
+def repeated(text: torch.Tensor, training: torch.Tensor, *, length: int = CONTEXT) -> float:
+    """Return the share of a text's windows of `length` bytes, a power of two, that stand in the training text as well.
+
+    >>> one, other = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"abcdXefgh", b"..abcd..fgh"))
+    >>> repeated(one, other, length=4)  # abcd, of six windows
+    0.16666666666666666
+    """
+    return float(torch.isin(_hashed(text, length), _hashed(training, length)).float().mean(dtype=torch.float64))
+
+
+def _hashed(text: torch.Tensor, length: int) -> torch.Tensor:
+    """Return 64 bits for each window: of two halves, again and again."""
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randint(-(2**63), 2**63 - 1, (256,), generator=generator)[text.long()]
+    half = 1
+    while half < length:
+        odd = 2 * int(torch.randint(2**61, (1,), generator=generator)) + 1
+        found = found[:-half] * odd + found[half:]
+        half *= 2
+    assert half == length
+    return found
 
 
 def _joined(texts: list[bytes]) -> torch.Tensor:

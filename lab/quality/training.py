@@ -17,6 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from lab.quality import outers
 from lab.quality.inner import StackedAdamW, StackedMuon
 from lab.quality.model import SHAPES, Stack, new_model
 from lab.quality.text import CONTEXT, Batches, Text, spread_windows
@@ -28,7 +29,7 @@ from cadenza.training.gpt import Shape
 from cadenza.training.standard_library_gpt import rate_at
 from cadenza.training.strategies import build_strategy
 
-__all__ = ["Setting", "train"]
+__all__ = ["Setting", "compiled_losses", "train"]
 
 _AVERAGED_EVERY, _SHARE = 30, 0.1  # the moving average: steps from one sample to the next, and the weight of each
 Losses = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
@@ -47,6 +48,7 @@ class Setting:
         warmup: The share of the steps in which the learning rate rises.
         decay: The weight decay of the whole run, in units of 1 / steps: 1 is that of arXiv 2503.09799.
         weight_decay: AdamW's own, whatever the length of the run, instead of `decay`.
+        moments_kept: What is left of Adam's first and second moments after each round; of neither: AdamW begins anew.
     """
 
     strategy: Mapping[str, Any]
@@ -65,6 +67,7 @@ class Setting:
     weight_decay: float | None = None
     qk_norm: bool = True
     context: int = CONTEXT
+    moments_kept: tuple[float, float] = (1.0, 1.0)
 
     @property
     def steps(self) -> int:
@@ -98,13 +101,11 @@ class Setting:
             return cadenza.local_sgd(2**62, measure_drift=False)
         if given.get("optimizer_state") == "reset":
             raise ValueError("The library resets a worker's optimizer, and the moments are those of the stacked one.")
-        factors = given.pop("outer_factors", None)  # on the outer learning rate, by the round from which they hold
-        strategy = build_strategy(**given)
-        if factors is None:
+        strategy = build_strategy(**{key: value for key, value in given.items() if key not in outers.KEYS})
+        if not set(given) & set(outers.KEYS):
             return strategy
-        outer = cadenza.nesterov(
-            given["outer_lr"], momentum=given["outer_momentum"], schedule={int(r): f for r, f in factors.items()}
-        )
+        decay = given["period"] / (self.steps * self.lr)  # of a round, at `decay` 1
+        outer = outers.outer_step(given, decay_of_a_round=decay)
         return replace(strategy, levels=tuple(replace(level, outer=outer) for level in strategy.levels))
 
 
@@ -133,7 +134,7 @@ class Trainer:
             )
         else:
             self.inner = StackedAdamW(self.stack, betas=setting.betas, weight_decay=weight_decay)
-        self.losses = _compiled(setting.shape, setting.qk_norm) if self.compiled else self.stack.losses
+        self.losses = compiled_losses(setting.shape, setting.qk_norm) if self.compiled else self.stack.losses
         self.batches = Batches(self.text.training, seed=1000 + setting.seed, context=setting.context)
         self.barrier = threading.Barrier(setting.workers)
         self.average = self.stack.values.detach().mean(0, keepdim=True)  # of the workers' mean, over the last steps
@@ -151,6 +152,9 @@ class Trainer:
     def update(self, number: int) -> None:
         """Take the inner step of all workers."""
         setting, gradients = self.setting, self.stack.gradients
+        if setting.moments_kept != (1.0, 1.0) and number > 1 and (number - 1) % setting.strategy["period"] == 0:
+            assert isinstance(self.inner, StackedAdamW)
+            self.inner.forget(*setting.moments_kept)  # a round has just landed
         norms = gradients.norm(dim=1, keepdim=True)
         gradients.mul_((1 / (norms + 1e-6)).clamp(max=1.0))
         warmup = int(setting.warmup * setting.steps)
@@ -229,6 +233,6 @@ def train(setting: Setting, *, compiled: bool = True, text: Text | None = None) 
 
 
 @cache
-def _compiled(shape: Shape, qk_norm: bool) -> Losses:
+def compiled_losses(shape: Shape, qk_norm: bool) -> Losses:
     """Return the stack's losses, compiled once for each shape of batch in this process."""
     return torch.compile(Stack(new_model(shape, seed=0, qk_norm=qk_norm), shape, 1).losses, dynamic=False)
