@@ -10,13 +10,14 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cadenza.errors import StoreLostError
+from cadenza.errors import DisagreementError, StoreLostError
 from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.island import Island, meet_mates
@@ -32,6 +33,7 @@ from cadenza.participants.join_arguments import (
 )
 from cadenza.participants.signing import Signer, shared_secret
 from cadenza.participants.store import StoreConnection
+from cadenza.participants.worker_lists import in_ranges
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -76,6 +78,11 @@ class Membership:
         self._address = address
         self._who = f"{worker} {secrets.token_hex(8)}"
         self.island = island or Island()
+        word = Signer("", secret=secret).sign(b"", "mates").hex()  # tells secrets apart, and does not tell them
+        _compare_mates(
+            self.island,
+            {"worker": worker, "workers": workers, "job": job, "secret": word, "lease_s": float(lease_s), "site": site},
+        )
         start = partial(self._start, lease_s=lease_s, wait_s=wait_s, preparing=preparing)
         beats = self.island.rank == 0
         incarnation = self.island.loop.tell(lambda: start(incarnation=None))
@@ -181,4 +188,41 @@ def join(
     )
     if replica is None:
         return make()
-    return make(island=meet_mates(replica, host=local_end(host), lease_s=lease_s))
+    island = meet_mates(replica, host=local_end(host), lease_s=lease_s)
+    try:
+        return make(island=island)
+    except BaseException:
+        island.close()
+        raise
+
+
+def _compare_mates(island: Island, given: Mapping[str, object]) -> None:
+    """Raise, on all ranks of a replica, if they do not join as one worker of one job."""
+    said = [json.loads(word) for word in island.loop.exchange(json.dumps(given))]
+    differences = [text for name in given if (text := _difference(island, name, [one[name] for one in said]))]
+    if differences:
+        raise DisagreementError(
+            f"The ranks of this replica do not join as one worker: {'; '.join(differences)}. Give cadenza.join "
+            "the same arguments, or the same environment, on all ranks of a replica."
+        )
+
+
+def _difference(island: Island, name: str, values: Sequence[object]) -> str:
+    """Say which ranks of a replica were given which value, if it is not the same on all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in zip(island.ranks, values, strict=True):
+        ranks.setdefault(repr(value), []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    if name == "secret":
+        return "secret is not the same on all"
+    return f"{name} is " + ", ".join(f"{value} on {_name_ranks(places)}" for value, places in ranks.items())
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence.
+
+    >>> _name_ranks([3]), _name_ranks([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2 5')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}"

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import cadenza
-from cadenza.errors import NotInitializedError, UsageError
+from cadenza.errors import DisagreementError, NotInitializedError, ReplicaBrokenError, StoreLostError, UsageError
+from cadenza.participants import membership
 from cadenza.participants.heartbeat import Heartbeat
+from cadenza.participants.island import Island
 from cadenza.participants.join_arguments import accepts_rollback
 from cadenza.testing import Worker, workers
 
@@ -125,3 +130,67 @@ def test_a_membership_that_cannot_begin_leaves_no_thread_behind(store: int, monk
     for thread in set(threading.enumerate()) - before:
         thread.join(30)
         assert not thread.is_alive(), thread.name
+
+
+def islands(ranks: int) -> list[Island]:
+    """A replica whose ranks are threads."""
+    pairs = [[socket.socketpair() for _ in range(3)] for _ in range(ranks - 1)]
+    first = Island(range(ranks), 0, [[pair[kind][0] for pair in pairs] for kind in range(3)])
+    others = [Island(range(ranks), n, [[one[1]] for one in pair]) for n, pair in enumerate(pairs, start=1)]
+    return [first, *others]
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "said"),
+    [
+        ("worker", 1, "worker is 0 on ranks 0 2, 1 on rank 1"),
+        ("workers", 3, "workers is 2 on ranks 0 2, 3 on rank 1"),
+        ("job", "its own", "job is 'job' on ranks 0 2, 'its own' on rank 1"),
+        ("site", "us", "site is 'eu' on ranks 0 2, 'us' on rank 1"),
+        ("lease_s", 2.5, "lease_s is 1.0 on ranks 0 2, 2.5 on rank 1"),
+        ("secret", "another", "secret is not the same on all"),
+        ("secret", None, "secret is not the same on all"),
+    ],
+)
+def test_mates_that_do_not_join_as_one_worker_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, other: object, said: str
+) -> None:
+    def join(island: Island, given: Mapping[str, Any]) -> None:
+        try:
+            cadenza.join("127.0.0.1:1", replica=island, **given)  # type: ignore[arg-type]
+        except Exception as error:
+            errors.append(error)
+
+    monkeypatch.setattr(membership, "meet_mates", lambda island, **_: island)
+    errors: list[Exception] = []
+    same = {"worker": 0, "workers": 2, "job": "job", "site": "eu", "lease_s": 1, "secret": "our word", "wait_s": 0.0}
+    made = islands(3)
+    threads = [
+        threading.Thread(target=join, args=(island, {**same, name: other} if island.rank == 1 else same))
+        for island in made
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [type(error) for error in errors] == [DisagreementError] * 3, errors
+    assert {str(error) for error in errors} == {
+        f"The ranks of this replica do not join as one worker: {said}. Give cadenza.join the same arguments, or the "
+        "same environment, on all ranks of a replica."
+    }
+    assert "our word" not in str(errors[0])
+
+
+def test_mates_that_agree_go_on_to_the_store_and_end_together_if_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "meet_mates", lambda island, **_: island)
+    made = islands(2)
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(cadenza.join, "127.0.0.1:1", worker=0, workers=1, replica=i, wait_s=0.0) for i in made]  # type: ignore[arg-type]
+    for one in joined:
+        with pytest.raises(StoreLostError, match="Nobody answered for 0 s"):
+            one.result()
+    for island in made:
+        with pytest.raises(ReplicaBrokenError):
+            island.loop.exchange("")
