@@ -236,6 +236,7 @@ def refused(port: int) -> list[tuple[Any, ...]]:
     make_world(0)
     chosen, address = strategy("diloco", cadenza.shrink(**QUICK)), f"127.0.0.1:{port}"
     told = [outcome(cadenza.join, address, replica=dist.group.WORLD)]
+    told.append(outcome(cadenza.join, address, worker=rank(), workers=2, replica=dist.group.WORLD))
     alone = [dist.new_group([number]) for number in range(RANKS)][rank()]
     for kind, group in (("fsdp", None), ("ddp", None), ("ddp", alone)):
         model, optimizer = build(kind, 0)
@@ -254,8 +255,14 @@ def refused(port: int) -> list[tuple[Any, ...]]:
 def test_what_is_no_replica_is_refused_with_what_to_do(ranks: RankPool, store: int) -> None:
     for told in ranks.run(RANKS, refused, store, init=False):
         kinds = [kind for _, kind, _ in told]
-        assert kinds == ["NotInitializedError", *["UnsupportedModelError"] * 3, "DisagreementError"]
+        assert kinds == [
+            "NotInitializedError",
+            "DisagreementError",
+            *["UnsupportedModelError"] * 3,
+            "DisagreementError",
+        ]
         texts = [text for _, _, text in told]
         assert "set CADENZA_WORKER, or" in texts[0], "RANK counts the ranks of the replica"
-        assert all("cadenza.join(replica=…)" in text for text in texts[1:4])
-        assert "different values" in texts[4]
+        assert all("cadenza.join(replica=…)" in text for text in texts[2:5])
+        assert "worker is 0 on rank 0, 1 on rank 1" in texts[1]
+        assert "different values" in texts[5]

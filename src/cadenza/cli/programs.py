@@ -15,6 +15,7 @@ from cadenza.cli.parent_death import PARENT
 from cadenza.cli.plans import HostsPlan, RendezvousPlan, SupervisorPlan, WorkerCommand
 from cadenza.cli.rendezvous import StorePlace, arrange, node_range, store_place
 from cadenza.emulation import Network
+from cadenza.participants.join_arguments import accepts_rollback, job_name
 from cadenza.participants.signing import shared_secret
 from cadenza.training.config import Config, LaunchSettings
 from cadenza.training.runs import Run
@@ -95,13 +96,14 @@ def _agent(arguments: list[str], launch: LaunchSettings, *, leads: bool, env: di
 
 
 def _supervisor(folder: Path, config: Config, logs: Path, network: Network | None) -> Program:
-    shared_secret()  # one that cannot be used is refused before anything is started
+    for check in (shared_secret, accepts_rollback):
+        check()  # what cannot be used is refused before anything is started
     place = store_place(config, network)
     plan = SupervisorPlan(
         commands=_commands_here(folder, config.launch, place) if network is None else _commands_on(network, folder),
         metrics=str(Run(folder).metrics),
         logs=str(logs),
-        job=os.environ.get("CADENZA_JOB") or config.launch.rdzv_id or folder.resolve().name,
+        job=job_name(os.environ.get("CADENZA_JOB") or config.launch.rdzv_id or folder.resolve().name),
         host=place.host,
         port=place.port,
         store=[sys.executable, "-m", "cadenza.cli.store"] if place.serves else [],

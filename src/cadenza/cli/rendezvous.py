@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
-from cadenza.participants.addresses import local_end, parse_address
+from cadenza.participants.addresses import is_host, local_end, parse_address
 from cadenza.training.config import Config, LaunchSettings
 
 __all__ = ["Rendezvous", "StorePlace", "arrange", "node_range", "store_place"]
@@ -172,7 +172,7 @@ def store_place(config: Config, network: Network | None = None) -> StorePlace:
 
 def _parsed(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, ":", str(_DEFAULT_PORT))
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f'--rdzv-endpoint "{endpoint}": HOST:PORT is required, such as 10.0.0.1:{_DEFAULT_PORT}.')
     return host.strip("[]"), int(port)
 

@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import PContext
 
@@ -33,14 +33,21 @@ from cadenza.training.metrics import metrics_file
 
 _POLL_S = 0.1
 _MOST_BEGINNINGS = 10
-_ASKED = (signal.SIGTERM, signal.SIGINT)  # a worker that had only just begun was asked to end
+_ASKED = (signal.SIGTERM, signal.SIGINT)  # to end; a worker that had only just begun is ended by them
 
 
 class Supervisor:
-    """Starts workers, and starts them again."""
+    """Starts workers, and starts them again.
 
-    def __init__(self, plan: SupervisorPlan, address: str) -> None:
-        self._plan = plan
+    Args:
+        plan: Which workers.
+        address: The store's "host:port".
+        received: The signals that have come; whoever catches them adds to it at any moment. Once there is one, no
+            worker is started any more, and those that run get it: they save and end.
+    """
+
+    def __init__(self, plan: SupervisorPlan, address: str, received: Sequence[int]) -> None:
+        self._plan, self._received = plan, received
         self._commands = {command.worker: command for command in plan.commands}
         self._address = address
         self._names = JobNames(address, plan.job)
@@ -52,13 +59,15 @@ class Supervisor:
         self._anew = 0
         self._store_is_empty = False
         self._failures: dict[int, int] = {}
-        self._stopping_since: float | None = None
+        self._passed_on = 0
+        self._stopping_since = 0.0
 
     def run(self, keeper: StoreKeeper | None) -> bool:
         """Return when all have ended: whether some, and so the run, have ended well."""
         for worker in self._commands:
             self._start(worker)
         while self._running:
+            self._pass_on_signals()
             if keeper is not None:
                 self._look_after(keeper)
             for worker, context in list(self._running.items()):
@@ -72,20 +81,29 @@ class Supervisor:
             report_failures(self._failures)
         return bool(self._finished)
 
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: the workers save and end, and none is started again."""
-        self._stopping_since = self._stopping_since or time.monotonic()
-        for context in self._running.values():
-            for pid in context.pids().values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+    def _pass_on_signals(self) -> None:
+        """Give all workers the signals that have come since, each once.
+
+        It is done here and not where signals are caught: there a worker that is just being started is not known yet.
+        """
+        while self._passed_on < len(self._received):
+            number = self._received[self._passed_on]
+            self._passed_on += 1
+            self._stopping_since = self._stopping_since or time.monotonic()
+            for context in self._running.values():
+                for pid in context.pids().values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
     def _begin_as(self, job: str) -> None:
         self._job = job
         self._signer = Signer(job, secret=shared_secret())
         self._connection = StoreConnection(self._address, self._signer)
 
-    def _start(self, worker: int) -> None:
+    def _start(self, worker: int) -> bool:
+        """Start a worker, unless all were asked to end; return whether it was."""
+        if self._received:
+            return False
         command, attempt = self._commands[worker], self._starts[worker]
         self._starts[worker] += 1
         env = {
@@ -98,6 +116,7 @@ class Supervisor:
         context = start_workers(f"worker {worker}", [started], Path(self._plan.logs), attempt=attempt)
         self._running[worker] = context
         _log(f"Worker {worker} was started as process {context.pids()[0]} (attempt {attempt}).")
+        return True
 
     def _handle_exit(self, worker: int, code: int) -> None:
         """Decide what becomes of a worker that has ended."""
@@ -114,11 +133,12 @@ class Supervisor:
             self._announce_death(worker)
         if restarts:
             self._restarts[worker] += 1
-            self._start(worker)
+            if not self._start(worker):
+                write_end(self._metrics(worker), "lost", "All were asked to end before it was started again.")
 
     def _record_exit(self, worker: int, code: int, restarts: bool, why: str) -> None:
         """Write into a worker's metrics how it ended, and what comes of it."""
-        metrics = Path(self._plan.metrics) / metrics_file(worker)
+        metrics = self._metrics(worker)
         error = last_record(metrics).error if code > 0 else ""
         how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         status = "restarting" if restarts else "dead"
@@ -126,12 +146,15 @@ class Supervisor:
         if not restarts:
             write_end(metrics, "lost", error or f"It {how}.")
 
+    def _metrics(self, worker: int) -> Path:
+        return Path(self._plan.metrics) / metrics_file(worker)
+
     def _begin_anew(self) -> bool:
         """Start all workers together, from their last checkpoint, in a place of the store that has no history.
 
         Also those that were given up: a beginning may need more workers than are left.
         """
-        if self._stopping_since is not None or self._finished or self._anew >= _MOST_BEGINNINGS:
+        if self._received or self._finished or self._anew >= _MOST_BEGINNINGS:
             return False
         self._anew += 1
         self._begin_as(self._names.after(self._job))
@@ -146,7 +169,7 @@ class Supervisor:
     def _decide_restart(self, worker: int, code: int) -> tuple[bool, str]:
         """Say whether a worker is started again, and why, or why not."""
         attempt, most = self._restarts[worker] + 1, self._plan.restarts
-        if code in (BAD_INPUT, FULL_DISK) or self._stopping_since is not None or self._finished or -code in _ASKED:
+        if code in (BAD_INPUT, FULL_DISK) or self._received or self._finished or -code in _ASKED:
             return False, "it is not started again"
         if attempt > most:
             return False, f"it had been started again {_times(most)}, and the others go on without it"
@@ -168,7 +191,7 @@ class Supervisor:
 
     def _end_the_slow(self) -> None:
         """Kill workers that were asked to stop long ago."""
-        if self._stopping_since is not None and time.monotonic() - self._stopping_since > SAVING_S:
+        if self._stopping_since and time.monotonic() - self._stopping_since > SAVING_S:
             for context in self._running.values():
                 context.close(signal.SIGKILL)
 
@@ -202,17 +225,15 @@ def main() -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
     plan = SupervisorPlan.from_json(sys.argv[1])
     received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    for number in _ASKED:
+        signal.signal(number, lambda number, _: received.append(number))
     end_with_parent(signal.SIGTERM)
     os.environ[PARENT] = str(os.getpid())
     keeper = None
     try:
         keeper = StoreKeeper(plan.store, plan.host, plan.port) if plan.store else None
-        supervisor = Supervisor(plan, keeper.address if keeper is not None else f"{plan.host}:{plan.port}")
-        if received:
-            return 128 + received[0]
-        signal.signal(signal.SIGTERM, supervisor.stop)
-        return 0 if supervisor.run(keeper) else 1
+        address = keeper.address if keeper is not None else f"{plan.host}:{plan.port}"
+        return 0 if Supervisor(plan, address, received).run(keeper) else 1
     except (StoreNotStartedError, StoreLostError) as error:
         report_problem(str(error))
         return 1

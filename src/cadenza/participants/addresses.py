@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["local_end", "parse_address"]
+__all__ = ["is_host", "local_end", "parse_address"]
+
+_PORTS = range(1, 1 << 16)
 
 
 def local_end(target: str) -> str:
@@ -25,7 +27,25 @@ def parse_address(address: str) -> tuple[str, int]:
     >>> parse_address("10.0.0.1:29400")
     ('10.0.0.1', 29400)
     """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    host, _, digits = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not digits.isascii() or not digits.isdigit():
         raise ValueError(f'The address of a store is "host:port", such as "10.0.0.1:29400"; got {address!r}.')
-    return host.strip("[]"), int(port)
+    if len(digits) > 9 or int(digits) not in _PORTS:
+        raise ValueError(f"The port of a store is a number from 1 to 65535; got {address!r}.")
+    if not is_host(host):
+        raise ValueError(f"The host of a store has a name of parts of 1 to 63 characters, with dots; got {address!r}.")
+    return host, int(digits)
+
+
+def is_host(name: str) -> bool:
+    """Tell whether a text may be the name of a host, or its address; another one cannot even be looked up.
+
+    >>> is_host("10.0.0.1"), is_host("::1"), is_host("x" * 64 + ".org"), is_host("")
+    (True, True, False, False)
+    """
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(name) and "\0" not in name

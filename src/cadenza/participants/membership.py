@@ -10,31 +10,36 @@
 
 from __future__ import annotations
 
-import math
-import os
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import index
 from typing import TYPE_CHECKING
 
-from cadenza.errors import NotInitializedError, StoreLostError
+from cadenza.errors import DisagreementError, StoreLostError
 from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.island import Island, meet_mates
+from cadenza.participants.join_arguments import (
+    accepts_rollback,
+    from_environment,
+    job_name,
+    lease,
+    site_of,
+    wait,
+    worker_number,
+    workers_count,
+)
 from cadenza.participants.signing import Signer, shared_secret
-from cadenza.participants.sites import as_site
 from cadenza.participants.store import StoreConnection
+from cadenza.participants.worker_lists import in_ranges
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ACCEPT_ROLLBACK", "SITE", "Membership", "join"]
-
-ACCEPT_ROLLBACK = "CADENZA_ACCEPT_ROLLBACK"
-SITE = "CADENZA_SITE"
+__all__ = ["Membership", "join"]
 
 _AGAIN_S = 0.1  # between two attempts to reach a store
 
@@ -75,6 +80,11 @@ class Membership:
         self._address = address
         self._who = f"{worker} {secrets.token_hex(8)}"
         self.island = island or Island()
+        word = Signer("", secret=secret).sign(b"", "mates").hex()  # tells secrets apart, and does not tell them
+        _compare_mates(
+            self.island,
+            {"worker": worker, "workers": workers, "job": job, "secret": word, "lease_s": float(lease_s), "site": site},
+        )
         start = partial(self._start, lease_s=lease_s, wait_s=wait_s, preparing=preparing)
         beats = self.island.rank == 0
         incarnation = self.island.loop.tell(lambda: start(incarnation=None))
@@ -89,16 +99,23 @@ class Membership:
             self.connection(), self.worker, self.signer, lease_s=lease_s, preparing=preparing, incarnation=incarnation
         )
         self.heartbeat.site = self.site
+        try:
+            self._sign_on(wait_s)
+        except BaseException:
+            self.heartbeat.close()
+            raise
+        return self.heartbeat.incarnation
+
+    def _sign_on(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                self.heartbeat.start()
-                return self.heartbeat.incarnation
+                return self.heartbeat.start()
             except StoreLostError as error:
                 if time.monotonic() >= deadline:
-                    self.heartbeat.close()
-                    told = f"{error} Nobody answered for {wait_s:g} s. Start it with python -m cadenza.membership."
-                    raise StoreLostError(told) from None
+                    raise StoreLostError(
+                        f"{error} Nobody answered for {wait_s:g} s. Start it with python -m cadenza.membership."
+                    ) from None
             time.sleep(_AGAIN_S)
 
     def connection(self) -> StoreConnection:
@@ -142,7 +159,7 @@ def join(
         wait_s: How long a store that is not there yet, or just being started again, is waited for.
         preparing: Whether it will take a while until `attach`: until then no round of the others waits for this worker.
         accept_rollback: Whether to go on from an older state if all that have seen the last rounds are gone, instead of
-            waiting for them; one worker is enough. By default ``CADENZA_ACCEPT_ROLLBACK`` ("1").
+            waiting for them; one worker is enough. By default ``CADENZA_ACCEPT_ROLLBACK`` ("1", "true" or "yes").
         site: Where this worker is, for strategies of several levels: workers of one site hold the inner rounds
             together. With more than two levels a path from the largest place to the smallest, such as "eu/rack3". By
             default ``CADENZA_SITE``.
@@ -152,62 +169,62 @@ def join(
       ...
     ValueError: The address of a store is "host:port", such as "10.0.0.1:29400"; got 'nowhere'.
     """
-    known = os.environ
-    address = address or _told(known, "address", "CADENZA_STORE")
     # In a replica torch's numbers count its ranks, not the workers.
     alone = replica is None
-    number: int | str = _told(known, "worker", "CADENZA_WORKER", *["RANK"] * alone) if worker is None else worker
-    count: int | str = (
-        _told(known, "workers", "CADENZA_WORKERS", *["WORLD_SIZE"] * alone) if workers is None else workers
-    )
-    lease_s = _lease(lease_s)
+    address = address or from_environment("address", "CADENZA_STORE")
+    number = from_environment("worker", "CADENZA_WORKER", *["RANK"] * alone) if worker is None else worker
+    count = from_environment("workers", "CADENZA_WORKERS", *["WORLD_SIZE"] * alone) if workers is None else workers
     host, _ = parse_address(address)
-    return Membership(
+    make = partial(
+        Membership,
         address,
-        _number("worker", number, 0),
-        _number("workers", count, 1),
-        job=job or known.get("CADENZA_JOB", "job"),
+        worker_number(number),
+        workers_count(count),
+        job=job_name(job),
         secret=shared_secret(secret),
-        lease_s=lease_s,
-        wait_s=_wait(wait_s),
+        lease_s=lease(lease_s),
+        wait_s=wait(wait_s),
         preparing=preparing,
-        accepts_rollback=known.get(ACCEPT_ROLLBACK) == "1" if accept_rollback is None else accept_rollback,
-        island=None if replica is None else meet_mates(replica, host=local_end(host), lease_s=lease_s),
-        site=_site(known.get(SITE) if site is None else site),
+        accepts_rollback=accepts_rollback(accept_rollback),
+        site=site_of(site),
     )
-
-
-def _told(environment: Mapping[str, str], argument: str, *names: str) -> str:
-    found = next((environment[name] for name in names if name in environment), None)
-    if found is None:
-        raise NotInitializedError(
-            f"Under skip_round and shrink, workers meet in a store that outlives them, and {argument} is not known: "
-            f"set {' or '.join(names)}, or pass membership=cadenza.join({argument}=…) to attach()."
-        )
-    return found
-
-
-def _number(name: str, value: int | str, least: int) -> int:
+    if replica is None:
+        return make()
+    island = meet_mates(replica, host=local_end(host), lease_s=lease_s)
     try:
-        number = int(value) if isinstance(value, str) else index(value)
-    except (ValueError, TypeError):
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ValueError(f"{name} is a whole number of at least {least}; got {value!r}.")
-    return number
+        return make(island=island)
+    except BaseException:
+        island.close()
+        raise
 
 
-def _site(given: str | Sequence[str] | None) -> str:
-    return as_site(given) if given else ""
+def _compare_mates(island: Island, given: Mapping[str, object]) -> None:
+    """Raise, on all ranks of a replica, if they do not join as one worker of one job."""
+    said = [json.loads(word) for word in island.loop.exchange(json.dumps(given))]
+    differences = [text for name in given if (text := _difference(island, name, [one[name] for one in said]))]
+    if differences:
+        raise DisagreementError(
+            f"The ranks of this replica do not join as one worker: {'; '.join(differences)}. Give cadenza.join "
+            "the same arguments, or the same environment, on all ranks of a replica."
+        )
 
 
-def _lease(seconds: float) -> float:
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(f"lease_s is a positive number of seconds; got {seconds!r}.")
-    return seconds
+def _difference(island: Island, name: str, values: Sequence[object]) -> str:
+    """Say which ranks of a replica were given which value, if it is not the same on all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in zip(island.ranks, values, strict=True):
+        ranks.setdefault(repr(value), []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    if name == "secret":
+        return "secret is not the same on all"
+    return f"{name} is " + ", ".join(f"{value} on {_name_ranks(places)}" for value, places in ranks.items())
 
 
-def _wait(seconds: float) -> float:
-    if not seconds >= 0:
-        raise ValueError(f"wait_s is a number of seconds, not below 0; got {seconds!r}.")
-    return seconds
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence.
+
+    >>> _name_ranks([3]), _name_ranks([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2 5')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}"

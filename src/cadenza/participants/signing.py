@@ -40,6 +40,13 @@ join(), to a word that only this job's workers know, or set neither to let anyon
             "The secret is empty, so anyone could sign with it: set CADENZA_SECRET, or secret=… of join(), to a word "
             "that only this job's workers know, or set neither to let anyone join."
         )
+    try:
+        (secret or "").encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            "The secret holds bytes that are no UTF-8: set CADENZA_SECRET, or secret=… of join(), to a word of letters "
+            "and digits, the same for all of this job's workers."
+        ) from None
     return secret
 
 

@@ -179,10 +179,8 @@ class FaultSettings(Settings):
         if self.store:
             try:
                 parse_address(self.store)
-            except ValueError:
-                raise UsageError(
-                    f'faults.store = "{self.store}": the address of a store is "host:port", such as "10.0.0.1:29400".'
-                ) from None
+            except ValueError as error:
+                raise UsageError(f'faults.store = "{self.store}": {error}') from None
         return self
 
     def build(self) -> FaultPolicy:

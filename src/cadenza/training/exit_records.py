@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cadenza.training.metric_lines import read_line
 from cadenza.training.metrics import MetricsWriter, Stopwatch
 
 __all__ = ["NO_RECORD", "LastRecord", "last_record", "write_end", "write_event"]
@@ -52,7 +52,7 @@ def last_record(path: Path) -> LastRecord:
     error = ""
     for line in _backwards(path):
         if last is None or (line["kind"] == "end" and last["kind"] == "event"):
-            error = line.get("error") or ""
+            error = str(line.get("error") or "")
         last = last or line
         if line["kind"] == "step":
             return LastRecord(line["step"], _elapsed(last), line, error)
@@ -87,9 +87,6 @@ def _backwards(path: Path) -> Iterator[dict[str, Any]]:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _ENOUGH))
         lines = file.read().splitlines()
     for raw in reversed(lines):
-        try:
-            line = json.loads(raw)
-        except ValueError:  # torn, or cut by the beginning of what was read
-            continue
-        if isinstance(line, dict) and {"kind", "step", "time", "elapsed"} <= line.keys():
+        line = read_line(raw)  # None if it is torn, damaged, or cut by the beginning of what was read
+        if line is not None and {"time", "elapsed"} <= line.keys():
             yield line

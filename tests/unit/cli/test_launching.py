@@ -95,6 +95,7 @@ def test_workers_that_may_die_meet_in_a_store_of_the_first_node() -> None:
         ({"launch.nnodes": "2", "launch.node_rank": 2}, "numbered from 0 to 1"),
         ({"launch.nnodes": "2", "launch.rdzv_endpoint": "198.51.100.7:1"}, "not an address of this machine"),
         ({"launch.nnodes": "2", "launch.rdzv_endpoint": "nowhere:port"}, "HOST:PORT is required"),
+        ({"launch.nnodes": "2", "launch.rdzv_endpoint": "x" * 64 + ":29400"}, "HOST:PORT is required"),
     ],
 )
 def test_a_place_without_a_store_is_refused(

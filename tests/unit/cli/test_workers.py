@@ -21,6 +21,7 @@ from cadenza.cli.launching import Crash, Workers
 from cadenza.cli.plans import SupervisorPlan, WorkerCommand
 from cadenza.cli.programs import Program, program_for
 from cadenza.cli.watching import watch
+from cadenza.errors import UsageError
 from cadenza.training.config import Config
 from cadenza.training.metrics import metrics_file
 
@@ -108,6 +109,19 @@ def test_elastic_workers_have_a_supervisor_and_fixed_ones_an_agent() -> None:
     elastic = program_for(Path("runs/first"), Config().with_(**{"faults.policy": "shrink"}), logs, None)
     assert (fixed.title, elastic.title) == ("The elastic agent", "The supervisor")
     assert not elastic.passes_interrupts  # on one node, whoever is asked stops all
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CADENZA_JOB", "caf\udce9"), ("CADENZA_SECRET", "caf\udce9"), ("CADENZA_ACCEPT_ROLLBACK", "perhaps")],
+)
+def test_what_no_worker_could_join_with_is_refused_before_one_is_started(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    logs = Path("runs/first/logs/launch-001")
+    with pytest.raises(UsageError, match=name):
+        program_for(Path("runs/first"), Config().with_(**{"faults.policy": "shrink"}), logs, None)
 
 
 FAILED = {"kind": "end", "step": 25, "time": 9.0, "status": "failed"}

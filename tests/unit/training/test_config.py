@@ -53,6 +53,7 @@ WRONG = [
     ({"faults.grace_s": 0.0}, ["faults.grace_s = 0.0", "greater than 0"]),
     ({"faults.restarts": -1}, ["faults.restarts = -1", "greater than or equal to 0"]),
     ({"faults.store": "here"}, ['faults.store = "here"', '"10.0.0.1:29400"']),
+    ({"faults.store": "here:99999"}, ['faults.store = "here:99999"', "from 1 to 65535"]),
     ({"faults.policy": "shrink", "faults.explosion": 0.5}, ["explosion", "above 1", "0.5"]),
     ({"faults.policy": "shrink", "launch.max_restarts": 2}, ["launch.max_restarts = 2", "faults.restarts"]),
     ({"faults.policy": "shrink", "strategy.name": "ddp"}, ['faults.policy = "shrink"', 'strategy.name = "ddp"']),

@@ -19,6 +19,7 @@ from cadenza.codecs.kernels import using
 from cadenza.errors import CheckpointError, UsageError
 from cadenza.reports import RoundReport
 from cadenza.training.config import read_config
+from cadenza.training.exit_records import last_record, write_event
 from cadenza.training.metric_lines import is_readable
 from cadenza.training.metrics import MetricsWriter, read_lines
 from cadenza.training.saved import set_aside
@@ -97,6 +98,22 @@ def test_lines_of_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
     bad = [json.dumps({**line, key: value}) for key in ("step", "elapsed", "samples", "kind") for value in WRONG[:4]]
     path.write_text("\n".join([good[0], *bad, "[" * 100_000, good[1]]) + "\n")
     assert [line["step"] for line in read_lines(tmp_path).of("step")] == [1, 2]
+
+
+@pytest.mark.parametrize("key", ["step", "time", "elapsed", "samples"])
+def test_what_a_worker_did_last_is_read_from_the_last_line_that_is_whole(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "worker-00000.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (1, 2):
+            writer.write("step", step, samples=8 * step)
+    good = path.read_text().splitlines()
+    line = json.loads(good[1])
+    bad = [json.dumps({**line, key: value}) for value in (str(line[key]), *WRONG[:4])]
+    path.write_text("\n".join([*good, *bad]) + "\n")
+    write_event(path, "Worker 0 was ended by SIGKILL.")
+    last = last_record(path)
+    assert (last.step, last.counts["samples"]) == (2, 16)
+    assert json.loads(path.read_text().splitlines()[-1])["text"] == "Worker 0 was ended by SIGKILL."
 
 
 @pytest.mark.parametrize("key", ["gradient_bytes", "steps", "parameters", "workers"])
