@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cadenza.errors import DisagreementError, StoreLostError
+from cadenza.errors import CadenzaError, DisagreementError, ReplicaBrokenError, StoreLostError
 from cadenza.participants.addresses import local_end, parse_address
 from cadenza.participants.heartbeat import Heartbeat
 from cadenza.participants.island import Island, meet_mates
@@ -80,18 +80,25 @@ class Membership:
         self._address = address
         self._who = f"{worker} {secrets.token_hex(8)}"
         self.island = island or Island()
-        word = Signer("", secret=secret).sign(b"", "mates").hex()  # tells secrets apart, and does not tell them
-        _compare_mates(
-            self.island,
-            {"worker": worker, "workers": workers, "job": job, "secret": word, "lease_s": float(lease_s), "site": site},
-        )
         start = partial(self._start, lease_s=lease_s, wait_s=wait_s, preparing=preparing)
-        beats = self.island.rank == 0
-        incarnation = self.island.loop.tell(lambda: start(incarnation=None))
-        if not beats:
+        try:
+            self._compare_mates(lease_s, secret)
+            incarnation = self.island.loop.tell(lambda: start(incarnation=None))
+        except ReplicaBrokenError:
+            raise
+        except CadenzaError:  # all ranks raise it: who ends first must not cut off what is still being said
+            self.island.leave()
+            raise
+        if self.island.rank:
             start(incarnation=incarnation)
         self.heartbeat.withheld = lambda: self.island.stopped
         self.island.on_break(self.heartbeat.give_up)
+
+    def _compare_mates(self, lease_s: float, secret: str | None) -> None:
+        """Raise, on all ranks of a replica, if they do not join as one worker of one job."""
+        given = {"worker": self.worker, "workers": self.workers, "job": self.job, "site": self.site}
+        word = Signer("", secret=secret).sign(b"", "mates").hex()  # tells secrets apart, and does not tell them
+        _compare(self.island, {**given, "lease_s": float(lease_s), "secret": word})
 
     def _start(self, *, incarnation: str | None, lease_s: float, wait_s: float, preparing: bool) -> str:
         """Begin to beat, or, with an incarnation, to listen; return the incarnation."""
@@ -198,8 +205,8 @@ def join(
         raise
 
 
-def _compare_mates(island: Island, given: Mapping[str, object]) -> None:
-    """Raise, on all ranks of a replica, if they do not join as one worker of one job."""
+def _compare(island: Island, given: Mapping[str, object]) -> None:
+    """Raise, on all ranks of a replica, if they were given different things."""
     said = [json.loads(word) for word in island.loop.exchange(json.dumps(given))]
     differences = [text for name in given if (text := _difference(island, name, [one[name] for one in said]))]
     if differences:

@@ -234,8 +234,8 @@ def test_mates_that_agree_go_on_to_the_store_and_end_together_if_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(membership, "meet_mates", lambda island, **_: island)
-    made = islands(2)
-    with ThreadPoolExecutor(2) as pool:
+    made = islands(4)
+    with ThreadPoolExecutor(4) as pool:
         joined = [pool.submit(cadenza.join, "127.0.0.1:1", worker=0, workers=1, replica=i, wait_s=0.0) for i in made]  # type: ignore[arg-type]
     for one in joined:
         with pytest.raises(StoreLostError, match="Nobody answered for 0 s"):
