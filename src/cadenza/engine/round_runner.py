@@ -141,14 +141,14 @@ class RoundRunner:
     def run_last(self, fragments: Iterable[int], phase: int) -> bool:
         """Hold the last round of some fragments; return whether all workers hold equal values now.
 
-        In phase 0 all workers know alike which fragments need none.
+        In phase 0 all workers know alike which fragments need none; and so does who has met those who have finished.
         """
-        self._state.phase = phase
+        self._state.phase, again = phase, bool(phase) and not self._participants.over
         fragments = list(fragments)
         try:
             self.land_all()
             for fragment in fragments:
-                if phase or self._state.counts.met_at.get(fragment) != self._state.clock:
+                if again or self._state.counts.met_at.get(fragment) != self._state.clock:
                     self._run_last_of(fragment)
         finally:
             self._state.phase = 0

@@ -179,7 +179,7 @@ class Synchronizer:
         every worker has gradients to average: whoever calls this then makes all ranks raise.
 
         Under `skip_round` and `shrink` it waits for the others' rounds and never runs ahead of them, however long they
-        train; it ends as well when they have finished, or when nobody who trains was there for the policy's `first_s`.
+        train; it ends as well when they have finished, or when nobody to hold a round with was there for `first_s`.
         """
         self._check_open()
         if any(level.regroups for level in self.strategy.levels):

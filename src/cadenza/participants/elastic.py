@@ -230,11 +230,12 @@ class ElasticParticipants:
         return self._calls(-1)
 
     def follow(self, own: RoundId, *, after: RoundId) -> RoundId | None:
-        self.membership.heartbeat.drained = self.membership.heartbeat.eager = True
+        self.membership.heartbeat.exhausted = self.membership.heartbeat.eager = True
         told = self._island.loop.tell(
             lambda: self._follower.await_round(own, after, self._origin), _pack_sending, _unpack_sending
         )
         if told is None:
+            self._outermost.over = self._island.loop.tell(lambda: self._follower.over)
             return None
         round, called = told
         for circle in self._circles:
@@ -247,7 +248,7 @@ class ElasticParticipants:
         self._current = circle = self._circles[round.level]
         larger = self._circles[round.level + 1 :]
         # Who has no data has nothing else to do; a round inside it must not keep it from one of all.
-        endless = self.membership.heartbeat.drained and circle.called is not None and not larger and not last
+        endless = self.membership.heartbeat.exhausted and circle.called is not None and not larger and not last
         return circle.admit(
             round,
             digest,

@@ -35,12 +35,16 @@ class Follower:
         patience: How long it waits where there is nobody to wait for.
         circles: The circles that it is in, from the innermost.
         connection: A connection to the store.
+
+    Attributes:
+        over: Whether the others were seen to have finished.
     """
 
     def __init__(
         self, membership: Membership, patience: Patience, circles: Sequence[Circle], connection: StoreConnection
     ) -> None:
         self._membership, self._patience, self._circles, self._connection = membership, patience, circles, connection
+        self.over = False
         self._answered = RoundId(0)  # the last round to which it was sent
         self._led_at: float | None = None  # when it last came to a round unasked, if that was not held
         self._chain = ""  # as it was at the last look
@@ -123,15 +127,15 @@ class Follower:
     def _trainers(self, circle: Circle) -> set[int]:
         """Return who is alive in a circle and takes steps, or is about to."""
         alive = self._membership.heartbeat.alive().items()
-        return {w for w, beat in alive if circle.scope.holds(beat.site) and not (beat.drained or beat.waiting)}
+        return {w for w, beat in alive if circle.scope.holds(beat.site) and not (beat.exhausted or beat.waiting)}
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _is_over(self, origin: str) -> bool:
         signer = self._membership.signer
         with suppress(StoreLostError):
-            return self._connection.call(lambda store: has_ended(store, signer, origin))
-        return False
+            self.over = self._connection.call(lambda store: has_ended(store, signer, origin))
+        return self.over
 
     def _tell_alone(self) -> None:
         _logger.warning(
