@@ -92,6 +92,7 @@ def train(
     at: dict[int, Callable[[Any], None]] | None = None,
     step_s: float = 0.0,
     built: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]] = build,
+    drains: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train to the end, doing something at given steps; return what can be compared."""
@@ -116,6 +117,8 @@ def train(
             check_untouched(kept, sync, told[count:])
         if sync.clock < strategy.warmup_steps:
             seen[sync.clock] = values_of(model)
+    if drains:
+        sync.drain()
     sync.finish()
     return {
         "worker": worker,

@@ -6,6 +6,7 @@ ranks decide alike; who is in it is the participants' business.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,7 @@ class RoundRunner:
         if round.phase:
             self.run_last(range(round.fragment, self._state.fragment_count), round.phase)
             return
+        self.land_due()
         delay = self._strategy.delay_of(round.level)
         drift = self.run(round.level, round.fragment, delay=delay, alpha=self._strategy.alpha)
         for level in range(len(self._strategy.levels)):
@@ -103,17 +105,50 @@ class RoundRunner:
                 state.count_round(n, drift)
         self.launch_due(n, after=round.fragment)
 
+    def answer(self) -> bool:
+        """Come to the next round that others hold, for a worker that takes no steps any more; False if none will come.
+
+        Its clock is theirs: it moves when they have come to a round, whatever becomes of that.
+        """
+        own = self._next_due()
+        round = None if own is None else self._participants.follow(own, after=self._behind_us())
+        if round is None:
+            return False
+        self.come_to(round)
+        self._state.clock = max(self._state.clock, round.step)
+        return True
+
+    def _next_due(self) -> RoundId | None:
+        """Return the next round that is due by the schedules; None if there is nothing to average."""
+        levels, fragments = range(len(self._strategy.levels)), self._replica.fragments()
+        numbers = [number for number in range(self._state.fragment_count) if fragments[number]]
+        clock = self._state.clock
+        while numbers:
+            clock += 1
+            for fragment in numbers:
+                states = [self._replica.level_state(level, fragment) for level in levels]
+                n = clock - self._strategy.warmup_steps
+                level = largest_due([state.schedule.is_due(n, state.schedule_state) for state in states])
+                if level is not None:
+                    return RoundId(clock, 0, fragment, level)
+        return None
+
+    def _behind_us(self) -> RoundId:
+        """Return the last round that this worker was, or could have been, at; those of a warm-up are all behind it."""
+        in_warm_up = self._state.clock <= self._strategy.warmup_steps
+        return RoundId(self._state.clock, sys.maxsize if in_warm_up else 0, sys.maxsize)
+
     def run_last(self, fragments: Iterable[int], phase: int) -> bool:
         """Hold the last round of some fragments; return whether all workers hold equal values now.
 
-        In phase 0 all workers know alike which fragments need none.
+        In phase 0 all workers know alike which fragments need none; and so does who has met those who have finished.
         """
-        self._state.phase = phase
+        self._state.phase, again = phase, bool(phase) and not self._participants.over
         fragments = list(fragments)
         try:
             self.land_all()
             for fragment in fragments:
-                if phase or self._state.counts.met_at.get(fragment) != self._state.clock:
+                if again or self._state.counts.met_at.get(fragment) != self._state.clock:
                     self._run_last_of(fragment)
         finally:
             self._state.phase = 0

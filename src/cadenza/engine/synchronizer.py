@@ -177,6 +177,9 @@ class Synchronizer:
         Its local steps since the last round count in the next one, with their weight; afterwards its weight is 0. A
         round that finds nothing new on any worker takes their plain mean, without an outer step. During the warm-up
         every worker has gradients to average: whoever calls this then makes all ranks raise.
+
+        Under `skip_round` and `shrink` it waits for the others' rounds and never runs ahead of them, however long they
+        train; it ends as well when they have finished, or when nobody to hold a round with was there for `first_s`.
         """
         self._check_open()
         if any(level.regroups for level in self.strategy.levels):
@@ -187,8 +190,16 @@ class Synchronizer:
         if not self._warm_up.over or self.strategy.average_gradients:
             self._warm_up.refuse_to_drain()
         self._state.counts.stop(self._state.clock)
-        while not self._state.counts.all_exhausted:
+        while not self._state.counts.all_exhausted and self._answer():
+            pass
+
+    def _answer(self) -> bool:
+        """Come to the next round without a step of one's own; False if none will come."""
+        if self._participants.always_together:
             self.step()
+            return True
+        self._check_values()
+        return self._rounds.answer()
 
     def finish(self) -> None:
         """Land what is in flight, run one last global round, and close: all ranks end with equal parameters.

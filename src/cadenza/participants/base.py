@@ -152,6 +152,15 @@ class Participants(Protocol):
         """Return the round that the others are at, if this worker is behind and should come to it now."""
         ...
 
+    def follow(self, own: RoundId, *, after: RoundId) -> RoundId | None:
+        """Wait, where this worker has run out of data, for the next round that others hold; None if none will come.
+
+        Args:
+            own: The next round that is due; it is returned too where nobody is left who takes steps.
+            after: The last one that this worker was, or could have been, at.
+        """
+        ...
+
     def admit(
         self, round: RoundId, digest: str, *, settled: bool = False, last: bool = False
     ) -> Admission | FailedRound:

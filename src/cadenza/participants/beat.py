@@ -22,7 +22,7 @@ _TYPES = {
     **dict.fromkeys(("worker", "started", "number"), int),
     **dict.fromkeys(("incarnation", "address", "state", "site"), str),
     "at": float,
-    **dict.fromkeys(("waiting", "preparing"), bool),
+    **dict.fromkeys(("waiting", "preparing", "exhausted"), bool),
 }
 
 
@@ -45,6 +45,7 @@ class Beat:
         state: Whether it is there, or has signed off, or was seen to die.
         waiting: Whether it waits for others from whom it can take a state.
         preparing: Whether it is still building its model, so that no round should wait for it.
+        exhausted: Whether it has run out of data, so that it comes to rounds only where others hold them.
         site: Where it is, from the largest place to the smallest, with slashes.
     """
 
@@ -57,6 +58,7 @@ class Beat:
     state: State = "here"
     waiting: bool = False
     preparing: bool = False
+    exhausted: bool = False
     site: str = ""
 
     def pack(self) -> str:

@@ -8,6 +8,7 @@ means for the others.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from cadenza.faults import FaultPolicy, for_inner_level
 from cadenza.participants.base import Admission, FailedRound, SharedState
 from cadenza.participants.circle import Circle
 from cadenza.participants.ending import note_end
+from cadenza.participants.follower import Follower
 from cadenza.participants.latecomer import Latecomer
 from cadenza.participants.level_group import LevelGroup
 from cadenza.participants.membership import Membership
@@ -87,6 +89,7 @@ class ElasticParticipants:
         self._outermost = self._current = self._circles[-1]
         self._island.on_break(self._part)  # nobody is to wait for this rank in a transfer
         self._latecomer = Latecomer(membership, policy.patience, self._connections[0])
+        self._follower = Follower(membership, policy.patience, self._circles, self._connections[0])
         self._tried: set[RoundId] = set()
         self._origin = ""  # what names the run that this worker is in
 
@@ -226,16 +229,32 @@ class ElasticParticipants:
         self._latecomer.await_round(lambda: _latest(self._calls(-1)))
         return self._calls(-1)
 
+    def follow(self, own: RoundId, *, after: RoundId) -> RoundId | None:
+        self.membership.heartbeat.exhausted = self.membership.heartbeat.eager = True
+        told = self._island.loop.tell(
+            lambda: self._follower.await_round(own, after, self._origin), _pack_sending, _unpack_sending
+        )
+        if told is None:
+            self._outermost.over = self._island.loop.tell(lambda: self._follower.over)
+            return None
+        round, called = told
+        for circle in self._circles:
+            circle.called = round if called and circle is self._circles[round.level] else None
+        return round
+
     def admit(
         self, round: RoundId, digest: str, *, settled: bool = False, last: bool = False
     ) -> Admission | FailedRound:
         self._current = circle = self._circles[round.level]
         larger = self._circles[round.level + 1 :]
+        # Who has no data has nothing else to do; a round inside it must not keep it from one of all.
+        endless = self.membership.heartbeat.exhausted and circle.called is not None and not larger and not last
         return circle.admit(
             round,
             digest,
             settled=settled,
             last=last,
+            patience_s=math.inf if endless else None,
             elsewhere=lambda: any(self._call(other, round.step) is not None for other in larger),
             origin=self._origin,
         )
@@ -311,3 +330,12 @@ def _pack_rounds(rounds: Sequence[RoundId | None]) -> str:
 
 def _unpack_rounds(text: str) -> list[RoundId | None]:
     return [None if word == "-" else RoundId.parse(word) for word in text.split(" ")]
+
+
+def _pack_sending(sending: tuple[RoundId, bool] | None) -> str:
+    return "" if sending is None else f"{sending[0]} {'called' if sending[1] else 'unasked'}"
+
+
+def _unpack_sending(text: str) -> tuple[RoundId, bool] | None:
+    round, _, how = text.partition(" ")
+    return (RoundId.parse(round), how == "called") if text else None

@@ -76,6 +76,9 @@ class FixedParticipants:
     def summons(self, step: int) -> RoundId | None:
         return None
 
+    def follow(self, own: RoundId, *, after: RoundId) -> RoundId | None:
+        return own
+
     def admit(
         self, round: RoundId, digest: str, *, settled: bool = False, last: bool = False
     ) -> Admission | FailedRound:

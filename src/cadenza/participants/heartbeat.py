@@ -47,6 +47,7 @@ class Heartbeat:
         eager: Whether the next round is to be known at once, not only at the next beat.
         waiting: Whether this worker waits for others from whom it can take a state; they hear of it.
         preparing: Whether this worker cannot come to a round yet; they hear of it, and do not wait.
+        exhausted: Whether this worker has run out of data; they hear of it, and do not wait for it to lead.
         site: Where this worker is; they hear of it.
         withheld: Says whether this worker does not beat now, as if it were stopped.
 
@@ -76,7 +77,7 @@ class Heartbeat:
         self.eager = False
         self._lease_s = lease_s
         self._connection = connection
-        self.waiting, self.preparing = False, preparing
+        self.waiting, self.preparing, self.exhausted = False, preparing, False
         self._heard: dict[int, Heard] = {}
         self._prepared: dict[int, str] = {}  # which processes have been in a round
         self._index = WorkerIndex(signer)
@@ -158,6 +159,11 @@ class Heartbeat:
         """Return the last beat of each other worker that beats."""
         with self._lock:
             return {w: heard.last for w, heard in self._heard.items() if not self._is_silent(heard)}
+
+    def without_data(self) -> set[int]:
+        """Return those that have told that they have run out of data, whether they still beat or not."""
+        with self._lock:
+            return {worker for worker, heard in self._heard.items() if heard.last.exhausted}
 
     def unreached(self) -> set[int]:
         """Return those that beat, and to which no connection could ever be made."""
@@ -290,7 +296,8 @@ class Heartbeat:
                 self.replaced = True
                 return
             self._mine = Beat(self.worker, self.incarnation, standing.started + 1, address=self._mine.address)
-        self._mine = self._mine.next(waiting=self.waiting, preparing=self.preparing, site=self.site)
+        told = {"waiting": self.waiting, "preparing": self.preparing, "exhausted": self.exhausted, "site": self.site}
+        self._mine = self._mine.next(**told)
         store.set(beat_key(self.worker), self._mine.pack())
 
     def _understood(self, text: str | None) -> Beat | None:
