@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["is_host", "local_end", "parse_address"]
+__all__ = ["family_of", "is_host", "local_end", "parse_address"]
 
 _PORTS = range(1, 1 << 16)
 
@@ -36,6 +36,15 @@ def parse_address(address: str) -> tuple[str, int]:
     if not is_host(host):
         raise ValueError(f"The host of a store has a name of parts of 1 to 63 characters, with dots; got {address!r}.")
     return host, int(digits)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return what kind of socket reaches a host, or listens there.
+
+    >>> family_of("::1").name, family_of("10.0.0.1").name
+    ('AF_INET6', 'AF_INET')
+    """
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_host(name: str) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cadenza.common.process_groups import resolve, store_of, timeout_of
 from cadenza.errors import NotInitializedError, ReplicaBrokenError
+from cadenza.participants.addresses import family_of
 from cadenza.participants.channel import Channel, broken
 from cadenza.transports import Transport
 from cadenza.transports.c10d_group import C10dGroup
@@ -210,7 +211,7 @@ def _welcome(store: dist.Store, place: str, host: str, mates: int, timeout_s: fl
     """Take the mates' connections, those that know the word."""
     word = secrets.token_hex(16)
     found: dict[tuple[int, int], socket.socket] = {}
-    with socket.create_server((host, 0), family=_family(host), backlog=128) as listener:
+    with socket.create_server((host, 0), family=family_of(host), backlog=128) as listener:
         store.set(place, f"{word} {listener.getsockname()[1]} {host}")
         deadline = time.monotonic() + timeout_s
         while len(found) < _KINDS * mates:
@@ -255,7 +256,3 @@ def _received(link: socket.socket) -> bytes:
 def _send_beat(link: socket.socket) -> None:
     with suppress(OSError):  # a mate that is stopped does not read; one that has ended is heard to
         link.send(_BEAT, socket.MSG_DONTWAIT)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -30,6 +30,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from cadenza.participants.addresses import family_of
+
 __all__ = ["LivenessSockets"]
 
 _MOST = 1024  # connections that are accepted; more would come from strangers
@@ -54,7 +56,7 @@ class LivenessSockets:
 
     def __init__(self, host: str, died: Callable[[int, str], None]) -> None:
         self._died = died
-        self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
         self._listener.setblocking(False)
         self.address = _told(host, self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
@@ -207,7 +209,7 @@ def _begin(address: str) -> socket.socket | None:
     """Begin to connect to an address of numbers, whatever somebody has written there."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    connection = socket.socket(_family(host), socket.SOCK_STREAM)
+    connection = socket.socket(family_of(host), socket.SOCK_STREAM)
     connection.setblocking(False)
     try:
         ipaddress.ip_address(host)  # a name would be looked up, and that waits
@@ -227,10 +229,6 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
     except OSError:  # reset, or timed out: only its beats can tell now
         return True
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _told(host: str, port: int) -> str:

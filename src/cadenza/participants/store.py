@@ -25,7 +25,7 @@ from typing import TypeVar, overload
 
 from cadenza.common.later import dist
 from cadenza.errors import CadenzaError, StoreLostError, TransportError, TurnedAwayError
-from cadenza.participants.addresses import local_end, parse_address
+from cadenza.participants.addresses import family_of, local_end, parse_address
 from cadenza.participants.name_lookup import limit_name_lookups
 from cadenza.participants.private_store.client import PrivateStore, greet
 from cadenza.participants.private_store.server import PrivateStoreServer
@@ -81,7 +81,7 @@ def serve(port: int = 0, *, host: str = "0.0.0.0", secret: str | None = None) ->
     if secret is not None:
         return PrivateStoreServer(at, secret=shared_secret(secret) or "", port=port)
     # Torch would listen at every address, whatever host is given.
-    listener = socket.create_server((at, port), family=_family(at), backlog=1024)
+    listener = socket.create_server((at, port), family=family_of(at), backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -92,10 +92,6 @@ def _address_of(host: str) -> str:
         return host
     address = socket.gethostbyname(host)
     return "0.0.0.0" if address != host and address.startswith("127.") else address
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class StoreConnection:

@@ -40,8 +40,8 @@ PING = b"cdnz"  # what torch's store says again
 _TORCH_MAGIC, _TORCH_PING = 0x3C85F7CE, 13
 HELLO = b"\0" + struct.pack("<IB", _TORCH_MAGIC, _TORCH_PING) + PING
 GREETING = b"Cadenza store 1\n"
-REFUSAL = b"\0" * 16  # in the place of a proof
 NONCE_BYTES = MAC_BYTES = 16
+REFUSAL = bytes(MAC_BYTES)  # in the place of a proof
 _LONGEST = 64 << 20  # bytes of a message
 _HEAD = struct.Struct(f"<I{MAC_BYTES}s")
 _FIELD = struct.Struct("<I")

@@ -24,6 +24,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from cadenza.participants.addresses import family_of
 from cadenza.participants.private_store.frames import (
     GREETING,
     HELLO,
@@ -59,8 +60,7 @@ class PrivateStoreServer:
     """
 
     def __init__(self, host: str, *, secret: str, port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
         self.host, self.port = host, int(listener.getsockname()[1])
         loop = _Loop(listener, key_of(secret))
         self._end = weakref.finalize(self, loop.end)
