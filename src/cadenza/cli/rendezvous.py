@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from cadenza.emulation import Network
 from cadenza.errors import UsageError
-from cadenza.participants.addresses import is_host, local_end, parse_address
+from cadenza.participants.addresses import family_of, is_host, local_end, parse_address
 from cadenza.training.config import Config, LaunchSettings
 
 __all__ = ["Rendezvous", "StorePlace", "arrange", "node_range", "store_place"]
@@ -185,7 +185,7 @@ def _resolved(host: str, endpoint: str) -> str:
 
 
 def _socket(address: str, kind: socket.SocketKind) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+    return socket.socket(family_of(address), kind)
 
 
 def _is_here(address: str) -> bool:

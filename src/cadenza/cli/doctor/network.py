@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.cli.doctor.findings import Finding, note, ok, problem
-from cadenza.participants.addresses import local_end
+from cadenza.participants.addresses import family_of, local_end
 
 __all__ = [
     "GlooAddress",
@@ -209,8 +209,7 @@ def _judge_master(known: Sequence[Interface], master: str, hosts: int | None) ->
 @contextlib.contextmanager
 def listening(address: str) -> Iterator[socket.socket]:
     """Listen at a port that the system chooses, as Gloo does."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=1024) as server:
+    with socket.create_server((address, 0), family=family_of(address), backlog=1024) as server:
         yield server
 
 
